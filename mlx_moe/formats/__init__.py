@@ -1,0 +1,1 @@
+"""Where bytes are and how they become weights."""

@@ -1,0 +1,1 @@
+"""Model definitions. They import only the configuration, the caches and the kernels; they do no I/O."""

@@ -1,0 +1,167 @@
+"""Projections, embeddings, norms and rotary positions shared by the blocks of a model.
+
+Every product on the decode path goes through ``by_rows``: for windows of up to ``WINDOW`` tokens it runs one token at a
+time, so that a token's result does not depend on how many tokens share its pass. (Matrix products choose their
+algorithm, and with it their rounding, by size.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+WINDOW = 8
+"""The longest window of tokens whose rows are computed independently, and the deepest rollback."""
+
+
+def by_rows(function: Callable[[mx.array], mx.array], x: mx.array) -> mx.array:
+    """``function(x)`` for x [B, T, ...], one token at a time where 1 < T <= WINDOW."""
+    T = x.shape[1]
+    if T == 1 or T > WINDOW:
+        return function(x)
+    return mx.concatenate([function(x[:, t : t + 1]) for t in range(T)], axis=1)
+
+
+class PackedWeight(nn.Module):
+    """A weight [..., out, in], plain or packed by ``mx.quantize`` along its last axis.
+
+    Packed, it has ``scales`` and, in affine mode, ``biases`` beside a uint32 ``weight``.
+    """
+
+    def __init__(self, *shape: int):
+        super().__init__()
+        self.weight = mx.zeros(shape)
+        self._packing: dict[str, Any] | None = None
+
+    @property
+    def packing(self) -> dict[str, Any] | None:
+        """``group_size``, ``bits`` and ``mode`` of a packed weight, else None."""
+        return self._packing
+
+    def pack(self, packing: dict[str, Any]) -> None:
+        """Quantise in place. packing: ``group_size``, ``bits`` and ``mode`` of mx.quantize."""
+        self._packing = dict(packing)
+        self.weight, self.scales, *rest = mx.quantize(self.weight, **packing)
+        if rest:
+            self.biases = rest[0]
+
+    def expect(self, packing: dict[str, Any]) -> None:
+        """Take on the shapes of a packed weight, whose values are loaded later. Raises ValueError for bad settings."""
+        plain = mx.zeros((1, packing["group_size"] * 4))
+        counts = [part.shape[-1] / plain.shape[-1] for part in mx.quantize(plain, **packing)]
+        *lead, inputs = self.weight.shape
+        self._packing = dict(packing)
+        for name, count in zip(("weight", "scales", "biases"), counts, strict=False):
+            self[name] = mx.zeros((*lead, int(inputs * count)))
+
+    def dequantized(self, rows: mx.array | None = None) -> mx.array:
+        """The plain weight, or the given rows of its first axis."""
+        parts = [self[name] for name in ("weight", "scales", "biases") if name in self]
+        parts = parts if rows is None else [part[rows] for part in parts]
+        return parts[0] if self._packing is None else mx.dequantize(*parts, **self._packing)
+
+
+class Linear(PackedWeight):
+    """y = x W^T without bias, x [B, T, in] -> [B, T, out]."""
+
+    def __init__(self, inputs: int, outputs: int):
+        super().__init__(outputs, inputs)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return by_rows(self._product, x)
+
+    def _product(self, x: mx.array) -> mx.array:
+        if self._packing is None:
+            return x @ self.weight.T
+        return mx.quantized_matmul(x, self.weight, self.scales, self.get("biases"), transpose=True, **self._packing)
+
+
+class ExpertLinear(PackedWeight):
+    """One matrix per expert, [E, out, in]."""
+
+    def __init__(self, experts: int, inputs: int, outputs: int):
+        super().__init__(experts, outputs, inputs)
+
+    def __call__(self, x: mx.array, ids: mx.array, sorted_ids: bool = False) -> mx.array:
+        """x [..., 1, in] with expert ids [...] -> [..., 1, out]: each row times the matrix of its expert."""
+        if self._packing is None:
+            return mx.gather_mm(x, self.weight.swapaxes(-1, -2), rhs_indices=ids, sorted_indices=sorted_ids)
+        return mx.gather_qmm(
+            x,
+            self.weight,
+            self.scales,
+            self.get("biases"),
+            rhs_indices=ids,
+            transpose=True,
+            sorted_indices=sorted_ids,
+            **self._packing,
+        )
+
+
+class Embedding(PackedWeight):
+    """Rows of a table [rows, width] by id."""
+
+    def __call__(self, ids: mx.array) -> mx.array:
+        return self.dequantized(ids)
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * w over the last axis, in float32, returned in x's type.
+
+    ``groups`` > 1 normalises that many equal parts on their own. The stored weight is the factor itself: files that
+    store w - 1 are converted when they are loaded. Zero-centred norms of the published model: transformers'
+    ``Qwen4ExpTextRMSNorm``.
+    """
+
+    def __init__(self, dims: int, eps: float, groups: int = 1):
+        super().__init__()
+        self.weight = mx.ones((dims,))
+        self._eps = eps
+        self._groups = groups
+
+    def __call__(self, x: mx.array) -> mx.array:
+        if self._groups == 1:
+            return mx.fast.rms_norm(x.astype(mx.float32), self.weight, self._eps).astype(x.dtype)
+        parts = x.reshape(*x.shape[:-1], self._groups, -1).astype(mx.float32)
+        parts = mx.fast.rms_norm(parts, None, self._eps).reshape(x.shape)
+        return (parts * self.weight).astype(x.dtype)
+
+
+class Rotary:
+    """Rotary positions on the first ``dims`` dims, halves paired (i with i + dims / 2).
+
+    Text needs one position per token, so the interleaved three-part form of the published model is plain here.
+    """
+
+    def __init__(self, dims: int, theta: float):
+        self._dims = dims
+        self._periods = mx.array([theta ** (i / dims) for i in range(0, dims, 2)], dtype=mx.float32)
+        mx.eval(self._periods)
+
+    def __call__(self, x: mx.array, start: int, step: int = 1) -> mx.array:
+        """x [B, heads, T, D], token t at position (start + t) * step -> the same shape and type."""
+        return mx.fast.rope(
+            x, self._dims, traditional=False, base=None, scale=float(step), offset=start, freqs=self._periods
+        )
+
+
+def causal_conv(x: mx.array, history: mx.array, weight: mx.array, dilation: int = 1) -> mx.array:
+    """Depthwise causal convolution along time.
+
+    Args:
+        x: [B, T, C]. history: [B, (K - 1) * dilation, C], the positions before x (zeros at the start).
+        weight: [C, K]; weight[:, K - 1] multiplies the present position.
+
+    Returns:
+        [B, T, C] in x's type, accumulated in float32 in the order of the taps.
+    """
+    padded = mx.concatenate([history, x], axis=1).astype(mx.float32)
+    T, K = x.shape[1], weight.shape[1]
+    taps = weight.astype(mx.float32)
+    out = padded[:, :T] * taps[:, 0]
+    for i in range(1, K):
+        out = out + padded[:, i * dilation : i * dilation + T] * taps[:, i]
+    return out.astype(x.dtype)

@@ -1,0 +1,105 @@
+"""QSA: attention over the blocks that the indexer picks, with a sigmoid output gate."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_moe.cache import SparseCache
+from mlx_moe.config import ModelConfig
+from mlx_moe.models.layers import WINDOW, Linear, RMSNorm, Rotary
+from mlx_moe.models.qwen4_exp.indexer import Indexer
+
+TILE_BYTES = 64 << 20
+"""Workspace for the gathered keys and values, or the block scores, of one tile of queries."""
+MAX_TILE = 64
+
+
+class SparseAttention(nn.Module):
+    """Grouped-query attention; all heads of a query see the same selected tokens.
+
+    With at most budget + ratio - 1 visible tokens nothing is left out and this is ordinary attention. Beyond that,
+    queries go through in tiles that gather their own keys: memory does not grow with prompt length times itself.
+    """
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        hidden, dim = config.hidden_size, config.head_dim
+        self._heads, self._kv_heads, self._dim = config.num_attention_heads, config.num_key_value_heads, dim
+        self._selected = config.indexer_budget + config.indexer_compress_ratio - 1
+        self._scale = dim**-0.5
+        self._rotary = Rotary(config.rotary_dim, config.rope_theta)
+        self.q_proj = Linear(hidden, self._heads * 2 * dim)  # per head: query, then gate
+        self.k_proj = Linear(hidden, self._kv_heads * dim)
+        self.v_proj = Linear(hidden, self._kv_heads * dim)
+        self.o_proj = Linear(self._heads * dim, hidden)
+        self.q_norm = RMSNorm(dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(dim, config.rms_norm_eps)
+        self.indexer = Indexer(config, self._rotary)
+
+    def __call__(self, x: mx.array, cache: SparseCache) -> mx.array:
+        """x [B, T, H] -> [B, T, H]; advances the cache by T tokens."""
+        B, T, _ = x.shape
+        start = cache.offset
+        q, gate = mx.split(self.q_proj(x).reshape(B, T, self._heads, 2 * self._dim), 2, axis=-1)
+        q = self._rotary(self.q_norm(q).swapaxes(1, 2), start)
+        k = self.k_norm(self.k_proj(x).reshape(B, T, self._kv_heads, self._dim)).swapaxes(1, 2)
+        v = self.v_proj(x).reshape(B, T, self._kv_heads, self._dim).swapaxes(1, 2)
+        index_q, blocks = self.indexer(x, cache)
+        keys, values = cache.update(self._rotary(k, start), v)
+        dense = min(max(self.indexer.dense_until() - start, 0), T)
+        parts = []
+        if dense:
+            parts.append(self._dense(q[:, :, :dense], keys, values, start))
+        if dense < T:
+            rows = [
+                self._sparse(q[b, :, dense:], index_q[b, :, dense:], keys[b], values[b], blocks[b], start + dense)
+                for b in range(B)
+            ]
+            parts.append(mx.stack(rows))
+        out = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)  # [B, heads, T, D]
+        out = out.swapaxes(1, 2) * mx.sigmoid(gate)
+        return self.o_proj(out.reshape(B, T, -1))
+
+    def _dense(self, q: mx.array, keys: mx.array, values: mx.array, start: int) -> mx.array:
+        """Causal attention of q [B, heads, T, D], the first at position ``start``, over the first start + T keys."""
+        T = q.shape[2]
+        if T > WINDOW:
+            end = start + T
+            return mx.fast.scaled_dot_product_attention(
+                q, keys[:, :, :end], values[:, :, :end], scale=self._scale, mask="causal"
+            )
+        rows = [
+            mx.fast.scaled_dot_product_attention(
+                q[:, :, t : t + 1],
+                keys[:, :, : start + t + 1],
+                values[:, :, : start + t + 1],
+                scale=self._scale,
+            )
+            for t in range(T)
+        ]
+        return rows[0] if T == 1 else mx.concatenate(rows, axis=2)
+
+    def _sparse(
+        self, q: mx.array, index_q: mx.array, keys: mx.array, values: mx.array, blocks: mx.array, start: int
+    ) -> mx.array:
+        """Attention of one sequence's queries [heads, T, D] over their selected tokens -> [heads, T, D]."""
+        T = q.shape[1]
+        tile = 1 if T <= WINDOW else self._tile(keys, blocks)
+        parts = []
+        for t in range(0, T, tile):
+            rows = slice(t, t + tile)
+            tokens, counts = self.indexer.select(index_q[:, rows], blocks, start + t)
+            k, v = (mx.take(source, tokens, axis=1).swapaxes(0, 1) for source in (keys, values))  # [t, Hkv, n, D]
+            out = mx.fast.scaled_dot_product_attention(
+                q[:, rows].swapaxes(0, 1)[:, :, None], k, v, scale=self._scale, mask=counts[:, None, None]
+            )
+            parts.append(out[:, :, 0])
+        out = parts[0] if len(parts) == 1 else mx.concatenate(parts)  # [T, heads, D]
+        return out.swapaxes(0, 1)
+
+    def _tile(self, keys: mx.array, blocks: mx.array) -> int:
+        """Queries per tile so that neither gathered keys and values nor block scores exceed TILE_BYTES."""
+        gathered = 2 * self._selected * self._kv_heads * self._dim * keys.itemsize
+        scored = blocks.shape[0] * (4 * self.indexer._heads + 16)
+        return max(1, min(MAX_TILE, TILE_BYTES // max(gathered, scored)))

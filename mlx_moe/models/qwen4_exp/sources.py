@@ -1,0 +1,58 @@
+"""Where experts and n-gram rows come from: what the model asks, whoever answers.
+
+The model does not know whether weights are resident or streamed. Only these two may wait on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+import mlx.core as mx
+
+Phase = Literal["decode", "prefill"]
+
+
+class ExpertSource(Protocol):
+    """Routed experts of every MoE layer. Layers count from 0; the MTP layer comes after the last."""
+
+    def bind(self, routers: Sequence[mx.array]) -> None:
+        """Called once at load with the router weights [E, H] of every MoE layer, for read-ahead."""
+
+    def begin(self, window_ids: mx.array) -> None:
+        """A forward pass over token ids [B, T] starts."""
+
+    def commit(self, accepted: int) -> None:
+        """The last pass is over; its first ``accepted`` tokens are kept."""
+
+    def moe(
+        self, layer: int, x: mx.array, logits: mx.array, also: tuple[mx.array, ...] = (), phase: Phase = "decode"
+    ) -> mx.array:
+        """Route and run the experts.
+
+        Args:
+            layer: which MoE layer.
+            x: [T, H], the block's input.
+            logits: [T, E] float32, the router's output.
+            also: arrays worth queueing before a wait, such as the shared expert's output.
+            phase: "decode" for windows of up to 8 tokens, else "prefill".
+
+        Returns:
+            [T, H] in x's type: the sum of the chosen experts' outputs times their weights.
+        """
+
+
+class RowSource(Protocol):
+    """Rows of the n-gram tables."""
+
+    def rows(self, index: int, history: mx.array, count: int) -> mx.array:
+        """Rows for the last ``count`` tokens of a history.
+
+        Args:
+            index: place among the PLE layers.
+            history: [B, ngram_size - 1 + T] token ids, perhaps lazy; EOS stands before the start of the sequence.
+            count: T.
+
+        Returns:
+            [B, T, ple_embed_dim]: per token the rows of all heads, joined.
+        """

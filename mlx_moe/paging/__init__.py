@@ -1,0 +1,1 @@
+"""Where experts and n-gram rows are, and how they get to the kernels."""

@@ -1,0 +1,85 @@
+"""All experts and all n-gram rows in memory: nothing to wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from custom_kernels.moce_route import moce_route
+from mlx_moe.config import ModelConfig
+from mlx_moe.models.layers import WINDOW, Embedding, ExpertLinear
+from mlx_moe.paging.ngram import NgramHash
+
+
+class LayerExperts(nn.Module):
+    """The routed experts of one layer: gate and up rows joined (gate first), and down."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        hidden, width = config.hidden_size, config.moe_intermediate_size
+        self.gate_up_proj = ExpertLinear(config.num_experts, hidden, 2 * width)
+        self.down_proj = ExpertLinear(config.num_experts, width, hidden)
+
+    def __call__(self, x: mx.array, ids: mx.array, sorted_ids: bool = False) -> mx.array:
+        """x [..., 1, H] with expert ids [...] -> [..., 1, H]."""
+        gate, up = mx.split(self.gate_up_proj(x, ids, sorted_ids), 2, axis=-1)
+        return self.down_proj(nn.silu(gate) * up, ids, sorted_ids)
+
+
+class ResidentExperts(nn.Module):
+    """An expert source (models.qwen4_exp.sources.ExpertSource) that holds every expert."""
+
+    def __init__(self, config: ModelConfig, layers: int):
+        super().__init__()
+        self._top_k, self._normalize = config.num_experts_per_tok, config.norm_topk_prob
+        self.layers = [LayerExperts(config) for _ in range(layers)]
+
+    def bind(self, routers: Sequence[mx.array]) -> None:
+        """Nothing is read ahead, so the routers are not needed."""
+
+    def begin(self, window_ids: mx.array) -> None:
+        """Nothing is pinned."""
+
+    def commit(self, accepted: int) -> None:
+        """Nothing is released."""
+
+    def moe(
+        self, layer: int, x: mx.array, logits: mx.array, also: tuple[mx.array, ...] = (), phase: str = "decode"
+    ) -> mx.array:
+        """See ExpertSource. Windows run expert by expert of each token; prompts sorted by expert."""
+        ids, weights = moce_route(logits, self._top_k, self._normalize)
+        weights = weights.astype(x.dtype)
+        run = self._each if phase == "decode" else self._sorted
+        y = run(self.layers[layer], x, ids)
+        return (y.astype(mx.float32) * weights[..., None].astype(mx.float32)).sum(axis=-2).astype(x.dtype)
+
+    def _each(self, experts: LayerExperts, x: mx.array, ids: mx.array) -> mx.array:
+        """[T, H], [T, k] -> [T, k, H], one token at a time within a window."""
+        rows = range(x.shape[0]) if 1 < x.shape[0] <= WINDOW else [slice(None)]
+        if len(rows) == 1:
+            return experts(x[:, None, None], ids)[:, :, 0]
+        return mx.concatenate([experts(x[t : t + 1, None, None], ids[t : t + 1])[:, :, 0] for t in rows])
+
+    def _sorted(self, experts: LayerExperts, x: mx.array, ids: mx.array) -> mx.array:
+        """The same for many tokens: rows of one expert stand together."""
+        flat = ids.reshape(-1)
+        order = mx.argsort(flat)
+        y = experts(x[order // ids.shape[-1]][:, None], flat[order], sorted_ids=True)[:, 0]
+        return y[mx.argsort(order)].reshape(*ids.shape, -1)
+
+
+class ResidentRows(nn.Module):
+    """A row source (models.qwen4_exp.sources.RowSource) that holds every n-gram table."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self._hashes = [NgramHash.from_config(config, i) for i in range(len(config.ple_layer_ids))]
+        width = config.ple_embed_dim // config.ngram_heads
+        self.tables = [Embedding(table.rows, width) for table in self._hashes]
+
+    def rows(self, index: int, history: mx.array, count: int) -> mx.array:
+        """See RowSource."""
+        ids = self._hashes[index].row_ids(history, count)
+        return self.tables[index](ids).reshape(*ids.shape[:2], -1)
