@@ -41,7 +41,7 @@ class History:
     def push(self, new: mx.array) -> None:
         """Append [B, T, ...]; ``read`` must have come first."""
         T = new.shape[1]
-        if self._window is not None or T < self.length:
+        if self._window is not None or self.length > T:
             joined = mx.concatenate([self.value if self._window is None else self._window, new], axis=1)
             self._window = None if self._window is None else joined
         else:

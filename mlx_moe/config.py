@@ -336,7 +336,9 @@ def _check_relations(c: ModelConfig) -> None:
         if getattr(c, whole) % getattr(c, part):
             raise ConfigError(f"{whole} is {getattr(c, whole)}; allowed: a multiple of {part} = {getattr(c, part)}")
     if c.num_experts_per_tok > c.num_experts:
-        raise ConfigError(f"num_experts_per_tok is {c.num_experts_per_tok}; allowed: 1 to num_experts = {c.num_experts}")
+        raise ConfigError(
+            f"num_experts_per_tok is {c.num_experts_per_tok}; allowed: 1 to num_experts = {c.num_experts}"
+        )
     if c.rotary_dim > c.indexer_head_dim:
         raise ConfigError(
             f"indexer_head_dim is {c.indexer_head_dim}; allowed: at least the {c.rotary_dim} rotated dims of attention"

@@ -73,6 +73,7 @@ def load_model(
     _assign(model, weights, checkpoint, dtype or _file_dtype(raw, weights))
     if not lazy:
         _evaluate(model)
+    model.bind()
     return model, raw
 
 

@@ -70,7 +70,7 @@ def chunked_delta_rule(
     up to rounding. Within a chunk the deltas solve (I + A) D = beta (V - decayed K S) with A strictly lower
     triangular; (I + A)^-1 is built by halving, which is as stable as substitution and needs no loop over tokens.
     """
-    B, T, H, Dv = v.shape
+    T = v.shape[1]
     chunks = -(-T // CHUNK)
     q, k, v, g, beta = (_to_chunks(x, chunks) for x in (q, k, v, g, beta))
     g = mx.cumsum(g, axis=-1)  # [B, H, N, C]

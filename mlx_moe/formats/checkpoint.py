@@ -58,7 +58,9 @@ def _weight_files(folder: Path) -> list[Path]:
     if not paths:
         raise FileFormatError(f"{folder}: holds no .safetensors files")
     if missing := [path.name for path in paths if not path.exists()]:
-        raise FileFormatError(f"{folder}: {len(missing)} weight file(s) missing, first {missing[0]}; download them again")
+        raise FileFormatError(
+            f"{folder}: {len(missing)} weight file(s) missing, first {missing[0]}; download them again"
+        )
     return paths
 
 
@@ -80,8 +82,8 @@ def write_checkpoint(folder: str | Path, tensors: Mapping[str, mx.array], config
     if len(shards) > 1:
         weight_map = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
         total = sum(tensor.nbytes for tensor in tensors.values())
-        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
-    _write_json(folder / "config.json", dict(sorted(config.items())))
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
+    write_json(folder / "config.json", dict(sorted(config.items())))
 
 
 class atomic_path:
@@ -104,7 +106,8 @@ class atomic_path:
             self._temporary.unlink(missing_ok=True)
 
 
-def _write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file that appears whole or not at all."""
     with atomic_path(path) as temporary:
         temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 

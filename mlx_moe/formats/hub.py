@@ -19,7 +19,7 @@ def resolve(path_or_repo: str | Path, revision: str | None = None) -> Path:
     if path.exists():
         raise FileNotFoundError(f"{path} is a file; give the model's folder")
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(str(path_or_repo), revision=revision, allow_patterns=list(PATTERNS)))

@@ -68,7 +68,7 @@ class GatedDeltaNet(nn.Module):
         return self.out_proj(self.norm(out, z).reshape(B, T, -1))
 
     def _heads(self, qkv: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-        """[B, T, C] -> q, k [B, T, Hv, Dk], normalised and repeated to the value heads, and v [B, T, Hv, Dv]; float32."""
+        """[B, T, C] -> q, k [B, T, Hv, Dk], normalised and repeated, and v [B, T, Hv, Dv]; float32."""
         B, T, _ = qkv.shape
         keys = self._key_heads * self._dk
         q, k, v = mx.split(qkv.astype(mx.float32), [keys, 2 * keys], axis=-1)

@@ -1,4 +1,4 @@
-"""Gated residual (hyper-connections): several residual streams mixed into a block's input, and its output injected back."""
+"""Gated residual (hyper-connections): residual streams mixed into a block's input, and its output injected back."""
 
 from __future__ import annotations
 

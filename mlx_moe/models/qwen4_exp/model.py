@@ -118,6 +118,10 @@ class Model(nn.Module):
         if mtp:
             self.mtp = MTP(config, mtp_norm_per_stream)
 
+    def bind(self) -> None:
+        """Give the expert source the router weights, once they are loaded."""
+        blocks = [*self.layers, *(self.mtp.layers if self.has_mtp else [])]
+        self._experts.bind([layer.mlp.gate.dequantized() for layer in blocks])
 
     @property
     def config(self) -> ModelConfig:

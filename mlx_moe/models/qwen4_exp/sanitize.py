@@ -151,7 +151,9 @@ def _stack_experts(weights: dict[str, mx.array], config: ModelConfig) -> dict[st
         elif part == "gate":
             if (base, "up", kind) not in stacks:
                 raise ConfigError(f"{base}: gate_proj.{kind} without up_proj.{kind}")
-            out[f"{base}.gate_up_proj.{kind}"] = mx.concatenate([stacks[base, "gate", kind], stacks[base, "up", kind]], 1)
+            out[f"{base}.gate_up_proj.{kind}"] = mx.concatenate(
+                [stacks[base, "gate", kind], stacks[base, "up", kind]], 1
+            )
     return out
 
 

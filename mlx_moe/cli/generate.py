@@ -1,0 +1,104 @@
+"""``mlx-moe generate``: text after a prompt, with mlx-lm's options and closing lines."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mlx_moe.cli import options
+
+if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+INTERRUPTED = 130
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    out = options.parser("generate", "Write text after a prompt.")
+    out.add_argument("--prompt", "-p", default="hello", help="text, or '-' for standard input (default: hello)")
+    out.add_argument("--prefill-response", help="how the answer starts, with a chat template")
+    out.add_argument("--max-tokens", "-m", type=int, default=100, help="-1 for no limit (default: 100)")
+    out.add_argument("--extra-eos-token", nargs="+", default=(), help="further tokens that end the text")
+    out.add_argument("--ignore-chat-template", action="store_true", help="use the prompt as it is")
+    out.add_argument("--verbose", type=options.truth, default=True, help="T prints statistics, F the text alone")
+    out.add_argument("--prompt-cache-file", help="continue a prompt that 'mlx-moe cache-prompt' saved")
+    out.add_argument("--stats-json", metavar="FILE", help="write token counts, rates and peak memory there")
+    options.add_template(out)
+    options.add_sampling(out, temp=0.0, top_p=1.0, top_k=0)
+    return out.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse, load, generate, print; returns the exit status."""
+    args = _parse(argv)
+    if args.stats_json and not Path(args.stats_json).resolve().parent.is_dir():
+        raise ValueError(f"--stats-json {args.stats_json}: its folder does not exist")
+    from mlx_moe.cli import session
+    from mlx_moe.formats.prompt_cache import load_prompt_cache
+    from mlx_moe.generate import print_closing_lines, stream_generate
+
+    text = _read_prompt(args.prompt)
+    model, tokenizer, _ = session.open_model(args)
+    for token in args.extra_eos_token:
+        tokenizer.add_eos_token(token)
+    cache = load_prompt_cache(args.prompt_cache_file, model) if args.prompt_cache_file else None
+    prompt = _prompt_ids(args, tokenizer, text)
+    last, ids, status = None, [], 0
+    if args.verbose:
+        print("=" * 10)
+    try:
+        for last in stream_generate(
+            model,
+            tokenizer,
+            prompt,
+            max_tokens=args.max_tokens,
+            sampler=session.sampler(args, tokenizer),
+            prefill_step_size=args.prefill_step_size,
+            prompt_cache=cache,
+            prompt_progress_callback=session.Progress(args.prefill_step_size),
+        ):
+            ids.append(last.token)
+            print(last.text, end="", flush=True)
+    except KeyboardInterrupt:
+        status = INTERRUPTED
+    print_closing_lines(last) if args.verbose else print()
+    if session.inside_thinking(tokenizer, [*prompt, *ids]):
+        print(_hint(args.max_tokens), file=sys.stderr)
+    if args.stats_json:
+        _write_stats(Path(args.stats_json), last)
+    return status
+
+
+def _read_prompt(text: str) -> str:
+    return sys.stdin.read() if text == "-" else text.replace("\\n", "\n").replace("\\t", "\t")
+
+
+def _prompt_ids(args: argparse.Namespace, tokenizer: TokenizerWrapper, text: str) -> list[int]:
+    from mlx_moe.cli.session import templated
+    from mlx_moe.generate import encode_prompt
+
+    if args.ignore_chat_template or not tokenizer.has_chat_template or args.prompt_cache_file:
+        for flag in ("system_prompt", "prefill_response", "chat_template_config"):
+            if getattr(args, flag):
+                raise ValueError(f"--{flag.replace('_', '-')} needs a chat template, and none is used here")
+        return encode_prompt(tokenizer, text)
+    system = [{"role": "system", "content": args.system_prompt}] if args.system_prompt is not None else []
+    messages = [*system, {"role": "user", "content": text}]
+    return templated(tokenizer, messages, args.chat_template_config, args.prefill_response)
+
+
+def _hint(max_tokens: int) -> str:
+    return (
+        f"Hint: the text stopped inside a thinking block; raise --max-tokens (now {max_tokens}) or pass "
+        """--chat-template-config '{"enable_thinking": false}'."""
+    )
+
+
+def _write_stats(path: Path, last: Any) -> None:
+    from mlx_moe.formats.checkpoint import write_json
+
+    names = ("prompt_tokens", "prompt_tps", "generation_tokens", "generation_tps", "peak_memory", "finish_reason")
+    write_json(path, {name: getattr(last, name, None) for name in names})

@@ -1,0 +1,106 @@
+"""Options that verbs share, with mlx-lm's names and defaults. Parsing imports nothing heavy."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+DTYPES = ("float32", "bfloat16", "float16")
+_NO_IMAGES = "this runs the text model only"
+# Options of mlx-lm that cannot work here: (flag, number of values, reason). The keyword's reason is
+# mlx_moe.generate.UNSUPPORTED; it is looked up when the flag is met.
+_REFUSED: tuple[tuple[str, str | None, str | None], ...] = (
+    ("--kv-bits", "kv_bits", None),
+    ("--kv-group-size", "kv_group_size", None),
+    ("--quantized-kv-start", "quantized_kv_start", None),
+    ("--max-kv-size", "max_kv_size", None),
+    ("--draft-model", "draft_model", None),
+    ("--num-draft-tokens", "num_draft_tokens", None),
+    ("--adapter-path", "adapter_path", None),
+    ("--image", None, _NO_IMAGES),
+    ("--trust-remote-code", None, "code from model repositories is never run"),
+    ("--quantize-activations", None, "activations stay unquantised"),
+    ("-qa", None, "activations stay unquantised"),
+)
+
+
+class _Refuse(argparse.Action):
+    """Stops with the reason why an option of mlx-lm cannot be used."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, keyword: str | None, reason: str | None, **_: Any):
+        super().__init__(option_strings, dest, nargs="*", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+        self._keyword, self._reason = keyword, reason
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: str | None = None) -> None:
+        reason = self._reason
+        if self._keyword:
+            from mlx_moe.generate import UNSUPPORTED
+
+            reason = UNSUPPORTED[self._keyword]
+        parser.error(f"{option} cannot be used with this model: {reason}")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Errors of use are one line; --help lists the options."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def parser(verb: str, description: str) -> argparse.ArgumentParser:
+    """A parser with the model options and the refused ones. Abbreviations are off, so refusals name the flag."""
+    out = _Parser(prog=f"mlx-moe {verb}", description=description, allow_abbrev=False)
+    out.add_argument("--model", help="model folder or Hub repository (default: the demonstration model)")
+    out.add_argument("--dtype", choices=DTYPES, help="compute in this type (default: the file's)")
+    out.add_argument("--prefill-step-size", type=int, default=2048, help="prompt tokens per pass (default: 2048)")
+    for flag, keyword, reason in _REFUSED:
+        out.add_argument(flag, action=_Refuse, keyword=keyword, reason=reason)
+    return out
+
+
+def add_sampling(out: argparse.ArgumentParser, temp: float | None, top_p: float | None, top_k: int | None) -> None:
+    """Sampler options; None as a default leaves the choice to the model's own settings."""
+    out.add_argument("--temp", type=float, default=temp, help=f"temperature (default: {_shown(temp)})")
+    out.add_argument("--top-p", type=float, default=top_p, help=f"nucleus (default: {_shown(top_p)})")
+    out.add_argument("--top-k", type=int, default=top_k, help=f"best k, 0 for all (default: {_shown(top_k)})")
+    out.add_argument("--min-p", type=float, default=0.0, help="least share of the best probability (default: 0)")
+    out.add_argument("--min-tokens-to-keep", type=int, default=1, help="with --min-p (default: 1)")
+    out.add_argument("--xtc-probability", type=float, default=0.0, help="exclude top choices this often (default: 0)")
+    out.add_argument("--xtc-threshold", type=float, default=0.1, help="of the choices excluded (default: 0.1)")
+    out.add_argument("--seed", type=int, help="seed of the random numbers")
+
+
+def add_template(out: argparse.ArgumentParser) -> None:
+    """Chat-template options."""
+    out.add_argument("--system-prompt", help="system message of the chat template")
+    out.add_argument(
+        "--chat-template-config",
+        type=_json_object,
+        default={},
+        metavar="JSON",
+        help="""arguments of the chat template, such as '{"enable_thinking": false}'""",
+    )
+
+
+def _shown(value: Any) -> str:
+    return "the model's" if value is None else str(value)
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError("needed: a JSON object")
+    return value
+
+
+def truth(text: str) -> bool:
+    """mlx-lm's booleans: T, F, true, false."""
+    value = text.lower()
+    if value not in ("t", "true", "f", "false"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not T or F")
+    return value in ("t", "true")

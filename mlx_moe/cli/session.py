@@ -1,0 +1,85 @@
+"""What the verbs do alike once their options are parsed: load, template, sample, show progress."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from huggingface_hub.utils import tqdm
+from mlx_lm.sample_utils import make_sampler
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from mlx_moe.formats.hub import resolve
+from mlx_moe.loading import load
+from mlx_moe.models.qwen4_exp import Model
+from mlx_moe.runtime import DEMO
+
+
+def open_model(args: argparse.Namespace) -> tuple[Model, TokenizerWrapper, Path]:
+    """Model, tokenizer and folder for --model and --dtype."""
+    folder = DEMO if args.model is None else resolve(args.model)
+    dtype = getattr(mx, args.dtype) if args.dtype else None
+    model, tokenizer = load(folder, dtype=dtype)
+    return model, tokenizer, folder
+
+
+def sampler(args: argparse.Namespace, tokenizer: TokenizerWrapper) -> Callable[[mx.array], mx.array]:
+    """mlx-lm's sampler from the options; also sets the seed."""
+    if args.seed is not None:
+        mx.random.seed(args.seed)
+    special = tokenizer.encode("\n", add_special_tokens=False) + list(tokenizer.eos_token_ids)
+    return make_sampler(
+        args.temp,
+        args.top_p,
+        args.min_p,
+        args.min_tokens_to_keep,
+        top_k=args.top_k,
+        xtc_probability=args.xtc_probability,
+        xtc_threshold=args.xtc_threshold,
+        xtc_special_tokens=special,
+    )
+
+
+def templated(
+    tokenizer: TokenizerWrapper,
+    messages: Sequence[Mapping[str, str]],
+    options: Mapping[str, Any],
+    prefill: str | None = None,
+) -> list[int]:
+    """Token ids of a conversation. prefill: how the answer starts. Raises ValueError for what the template refuses."""
+    messages = list(messages) + ([{"role": "assistant", "content": prefill}] if prefill is not None else [])
+    try:
+        return tokenizer.apply_chat_template(
+            messages,
+            add_generation_prompt=prefill is None,
+            continue_final_message=prefill is not None,
+            **options,
+        )
+    except Exception as error:  # templates are programs of the model's authors and raise what they like
+        raise ValueError(f"the chat template refused the conversation ({error})") from None
+
+
+class Progress:
+    """A progress bar on standard error for prompts that take several passes; silent where nobody watches."""
+
+    def __init__(self, step: int):
+        self._step, self._bar = step, None
+
+    def __call__(self, done: int, total: int) -> None:
+        if self._bar is None and total > self._step and sys.stderr.isatty():
+            self._bar = tqdm(total=total, desc="Prompt", unit="tok", leave=False)
+        if self._bar is not None:
+            self._bar.update(done - self._bar.n)
+            if done >= total:
+                self._bar.close()
+
+
+def inside_thinking(tokenizer: TokenizerWrapper, ids: Sequence[int]) -> bool:
+    """Whether a text of token ids ends inside a thinking block."""
+    if not tokenizer.has_thinking:
+        return False
+    return tokenizer.rfind_think_start(ids) > tokenizer.rfind_think_end(ids)

@@ -1,0 +1,52 @@
+"""``load``: a model and its tokenizer, with mlx-lm's signature."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+
+from mlx_moe.formats.hub import resolve
+from mlx_moe.formats.tokenizer import load_tokenizer
+from mlx_moe.runtime import DEMO, load_model
+
+if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+    from mlx_moe.models.qwen4_exp import Model
+
+
+def load(
+    path_or_hf_repo: str | Path | None = None,
+    tokenizer_config: Mapping[str, Any] | None = None,
+    model_config: Mapping[str, Any] | None = None,
+    lazy: bool = False,
+    return_config: bool = False,
+    revision: str | None = None,
+    *,
+    dtype: mx.Dtype | None = None,
+    norm_convention: str = "auto",
+) -> tuple[Model, TokenizerWrapper] | tuple[Model, TokenizerWrapper, dict[str, Any]]:
+    """Load a model and its tokenizer.
+
+    Args:
+        path_or_hf_repo: a model folder or a Hub repository; None is the demonstration model of the package.
+        tokenizer_config: keywords for transformers' AutoTokenizer.
+        model_config: entries that override config.json.
+        lazy: leave the weights to be read when they are first used, by the loading thread.
+        return_config: also return the raw contents of config.json.
+        revision: of the Hub repository.
+        dtype, norm_convention: see ``load_model``.
+
+    Returns:
+        (model, tokenizer) or (model, tokenizer, config); the tokenizer is mlx-lm's wrapper.
+
+    Raises:
+        ConfigError, FileFormatError, FileNotFoundError: each in one line that names the thing and the remedy.
+    """
+    folder = DEMO if path_or_hf_repo is None else resolve(path_or_hf_repo, revision)
+    model, config = load_model(folder, dtype, model_config=model_config, lazy=lazy, norm_convention=norm_convention)
+    tokenizer = load_tokenizer(folder, config, tokenizer_config)
+    return (model, tokenizer, config) if return_config else (model, tokenizer)
