@@ -88,7 +88,7 @@ class ExpertLinear(PackedWeight):
     def __call__(self, x: mx.array, ids: mx.array, sorted_ids: bool = False) -> mx.array:
         """x [..., 1, in] with expert ids [...] -> [..., 1, out]: each row times the matrix of its expert."""
         if self._packing is None:
-            return mx.gather_mm(x, self.weight.swapaxes(-1, -2), rhs_indices=ids, sorted_indices=sorted_ids)
+            return _gather_mm(x, self.weight.swapaxes(-1, -2), ids, sorted_ids)
         return mx.gather_qmm(
             x,
             self.weight,
@@ -99,6 +99,16 @@ class ExpertLinear(PackedWeight):
             sorted_indices=sorted_ids,
             **self._packing,
         )
+
+
+def _gather_mm(x: mx.array, weights: mx.array, ids: mx.array, sorted_ids: bool) -> mx.array:
+    """mx.gather_mm, which on a CPU knows float32 only: there, few rows copy their matrices and many convert all."""
+    if weights.dtype == mx.float32 or mx.default_device() == mx.Device(mx.gpu):
+        return mx.gather_mm(x, weights, rhs_indices=ids, sorted_indices=sorted_ids)
+    if not sorted_ids:
+        return x @ weights[ids]
+    wide = (part.astype(mx.float32) for part in (x, weights))
+    return mx.gather_mm(*wide, rhs_indices=ids, sorted_indices=True).astype(x.dtype)
 
 
 class Embedding(PackedWeight):

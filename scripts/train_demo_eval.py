@@ -1,0 +1,120 @@
+"""Measure the demonstration checkpoint on held-out text, as the 4-bit package will compute (or unrounded).
+
+    python train_demo_eval.py --checkpoint run --text code=code.u16.npy:123456 prose=prose.u16.npy:123456
+
+Each text is NAME=TOKENS.npy:BYTES, with the length of the text in bytes. Printed per text, last as one JSON line:
+bits per byte with sparse attention (every token predicted from up to `--context` tokens before it, at least half of
+that except at the start; the text follows one end-of-text token), the ratio of sparse to dense perplexity, and the
+share of positions where the draft layer's first choice is the trunk's next choice. All in float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from train_demo_files import load_checkpoint
+from train_demo_model import DemoModel
+
+
+@dataclass(frozen=True)
+class Text:
+    """Held-out token ids and the length in bytes of what they encode."""
+
+    name: str
+    tokens: Tensor  # int64 [n]
+    size_bytes: int
+
+    @classmethod
+    def parse(cls, argument: str) -> Text:
+        name, _, rest = argument.partition("=")
+        path, _, size = rest.rpartition(":")
+        return cls(name, torch.from_numpy(np.load(path).astype(np.int64)), int(size))
+
+
+@dataclass
+class Totals:
+    """Sums over scored positions."""
+
+    tokens: int = 0
+    sparse_nats: float = 0.0
+    dense_nats: float = 0.0
+    correct: int = 0
+    drafts: int = 0
+    accepted: int = 0
+
+
+def windows(n: int, context: int) -> list[tuple[int, int, int]]:
+    """(start, end, first scored position) covering n positions once, half a context apart."""
+    if n <= context:
+        return [(0, n, 0)]
+    ends = [*range(context, n, context // 2), n]
+    return [(end - context, end, 0 if i == 0 else ends[i - 1]) for i, end in enumerate(ends)]
+
+
+def nats(logits: Tensor, targets: Tensor) -> Tensor:
+    """Cross entropy of each position: [T, V], [T] -> [T]."""
+    return logits.logsumexp(-1) - logits.gather(-1, targets[:, None]).squeeze(-1)
+
+
+@torch.no_grad()
+def score_window(model: DemoModel, inputs: Tensor, targets: Tensor, scored: int, totals: Totals, dense: bool) -> None:
+    """Add the last `scored` positions of one window to `totals`: inputs and targets [T]."""
+    logits, streams = model.logits(inputs[None], sparse=True)
+    choice = logits[0].argmax(-1)
+    totals.tokens += scored
+    totals.sparse_nats += nats(logits[0], targets)[-scored:].sum().item()
+    totals.correct += (choice == targets)[-scored:].sum().item()
+    draft = model.draft_logits(streams, targets[None])[0][0].argmax(-1)
+    agreed = (draft[:-1] == choice[1:])[-scored:]
+    totals.drafts, totals.accepted = totals.drafts + len(agreed), totals.accepted + agreed.sum().item()
+    if dense:
+        totals.dense_nats += nats(model.logits(inputs[None], sparse=False)[0][0], targets)[-scored:].sum().item()
+
+
+def evaluate(model: DemoModel, text: Text, context: int, dense: bool = True) -> dict[str, float]:
+    """All figures of one text."""
+    device, eos = model.lm_head.weight.device, model.config.eos_token_id
+    sequence = torch.cat([torch.tensor([eos]), text.tokens]).to(device)
+    totals = Totals()
+    for start, end, first in windows(len(text.tokens), context):
+        score_window(model, sequence[start:end], sequence[start + 1 : end + 1], end - first, totals, dense)
+    figures = dict(
+        tokens=totals.tokens,
+        bits_per_byte=totals.sparse_nats / math.log(2) / text.size_bytes,
+        nats_per_token=totals.sparse_nats / totals.tokens,
+        top1=totals.correct / totals.tokens,
+        draft_acceptance=totals.accepted / totals.drafts,
+    )
+    if dense:
+        figures["sparse_over_dense_perplexity"] = math.exp((totals.sparse_nats - totals.dense_nats) / totals.tokens)
+    return {name: round(value, 5) for name, value in figures.items()}
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Load, score each text, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkpoint", type=Path, required=True, help="folder with config.json and model.safetensors")
+    parser.add_argument("--text", type=Text.parse, nargs="+", required=True, help="NAME=TOKENS.npy:BYTES")
+    parser.add_argument("--context", type=int, default=2048, help="tokens a prediction may see at most")
+    parser.add_argument("--unrounded", action="store_true", help="the BF16 weights instead of their 4-bit rounding")
+    parser.add_argument("--no-dense", action="store_true", help="skip the dense-attention comparison")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    args = parser.parse_args(argv)
+    model = load_checkpoint(args.checkpoint, quantise=not args.unrounded).to(args.device).eval()
+    result = {}
+    for text in args.text:
+        result[text.name] = evaluate(model, text, args.context, not args.no_dense)
+        print(text.name, json.dumps(result[text.name]), flush=True)
+    mean = sum(figures["bits_per_byte"] for figures in result.values()) / len(result)
+    print(json.dumps(dict(weights="bf16" if args.unrounded else "4-bit", mean_bits_per_byte=round(mean, 5), **result)))
+
+
+if __name__ == "__main__":
+    main()
