@@ -9,6 +9,8 @@ for part in stream_generate(model, tokenizer, "def read_lines(path):", max_token
 from __future__ import annotations
 
 import importlib
+import sys
+import types
 from typing import Any
 
 __version__ = "0.1.0"
@@ -26,6 +28,18 @@ _EXPORTS = {
 }
 
 __all__ = ["__version__", *_EXPORTS]
+
+
+class _Package(types.ModuleType):
+    """The function ``generate`` keeps its name when the module ``generate`` is imported after or before it."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "generate" and isinstance(value, types.ModuleType):
+            value = value.generate
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:

@@ -17,6 +17,7 @@ MODEL_TYPES = ("qwen4_exp", "qwen4_exp_text")
 LINEAR, FULL = "linear_attention", "full_attention"
 _LAYER_TYPE = {LINEAR: LINEAR, FULL: FULL, "indexed_attention": FULL}  # newer transformers writes "indexed_attention"
 _REQUIRED = object()
+_MAX_NGRAM_ROWS = 1 << 30  # of one table; the published one has 320 million, and MLX counts to 2^31
 
 # field: (lowest, highest, default). The upper ends are far above any published model and far below a hostile one.
 _INTS: dict[str, tuple[int, int, Any]] = {
@@ -192,7 +193,10 @@ def _text_section(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _show(value: Any) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # a number of thousands of digits, or lists in lists in lists
+        return f"a {type(value).__name__} too large to show"
     return text if len(text) <= 60 else text[:57] + "..."
 
 
@@ -300,10 +304,12 @@ def _quantization(raw: Mapping[str, Any]) -> Mapping[str, Any] | None:
         return None
     if not isinstance(value, Mapping):
         raise ConfigError(f"quantization is {_show(value)}; allowed: an object with group_size, bits and mode")
-    if value.get("mode", "affine") not in ("affine", "mxfp4", "mxfp8", "nvfp4"):
-        raise ConfigError(f"quantization.mode is {_show(value['mode'])}; allowed: affine, mxfp4, mxfp8, nvfp4")
-    _int(value, "bits", 1, 8)
-    _int(value, "group_size", 16, 128)
+    for name, part in {"": value, **value}.items():
+        if isinstance(part, Mapping) and part.get("mode", "affine") not in ("affine", "mxfp4", "mxfp8", "nvfp4"):
+            where = f"quantization[{_show(name)}].mode" if name else "quantization.mode"
+            raise ConfigError(f"{where} is {_show(part['mode'])}; allowed: affine, mxfp4, mxfp8, nvfp4")
+    for name, low, high in (("bits", 1, 8), ("group_size", 16, 128)):
+        _int({f"quantization.{name}": value.get(name)}, f"quantization.{name}", low, high)
     return dict(value)
 
 
@@ -317,7 +323,9 @@ def _refuse_unsupported(raw: Mapping[str, Any], text: Mapping[str, Any]) -> None
     foreign = raw.get("quantization_config") or text.get("quantization_config")
     if foreign is None or raw.get("quantization") is not None:
         return
-    method = foreign.get("quant_method") if isinstance(foreign, Mapping) else foreign
+    if not isinstance(foreign, Mapping):
+        raise ConfigError(f"quantization_config is {_show(foreign)}; allowed: an object with quant_method fp8")
+    method = foreign.get("quant_method")
     if method != "fp8":
         raise ConfigError(f"quantization_config.quant_method is {_show(method)}; supported: fp8")
     block = foreign.get("weight_block_size", [128, 128])
@@ -347,4 +355,9 @@ def _check_relations(c: ModelConfig) -> None:
         raise ConfigError(
             f"ple_embed_dim is {c.ple_embed_dim}; allowed: a multiple of (ngram_size - 1) * heads_per_ngram"
             f" = {c.ngram_heads}"
+        )
+    if c.ple_layer_ids and c.ngram_heads * c.ngram_vocab_size_base > _MAX_NGRAM_ROWS:
+        raise ConfigError(
+            f"ngram_vocab_size_base is {c.ngram_vocab_size_base}; allowed: up to {_MAX_NGRAM_ROWS // c.ngram_heads}"
+            f" with {c.ngram_heads} heads"
         )

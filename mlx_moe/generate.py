@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -161,15 +162,16 @@ def _prefill(ids: mx.array, model: Model, cache: Sequence[LayerCache], options: 
 
 
 def _check_prompt(prompt: Sequence[int] | mx.array, model: Model) -> mx.array:
-    ids = mx.array(prompt) if isinstance(prompt, mx.array) else mx.array(list(prompt), dtype=mx.int64)
-    if ids.size == 0:
+    try:
+        ids = [operator.index(item) for item in (prompt.tolist() if hasattr(prompt, "tolist") else prompt)]
+    except TypeError:
+        raise ValueError("the prompt is not a list of token ids, which are whole numbers") from None
+    if not ids:
         raise ValueError("the prompt is empty; give at least one token")
-    if ids.ndim != 1:
-        raise ValueError(f"the prompt has shape {tuple(ids.shape)}; needed: a list of token ids")
-    low, high, vocab = ids.min().item(), ids.max().item(), model.config.vocab_size
+    low, high, vocab = min(ids), max(ids), model.config.vocab_size
     if low < 0 or high >= vocab:
         raise ValueError(f"token id {low if low < 0 else high} is outside the vocabulary of {vocab}")
-    return ids.astype(mx.int32)
+    return mx.array(ids, dtype=mx.int32)
 
 
 def stream_generate(

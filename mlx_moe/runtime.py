@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from mlx_moe.config import ConfigError, ModelConfig, read_config
 from mlx_moe.formats.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from mlx_moe.formats.hub import resolve
 from mlx_moe.formats.safetensors import FileFormatError
-from mlx_moe.models.layers import PackedWeight
+from mlx_moe.models.layers import PackedWeight, on_cpu
 from mlx_moe.models.qwen4_exp import Model
 from mlx_moe.models.qwen4_exp import sanitize as names
 from mlx_moe.paging.ngram import NgramHash
@@ -46,7 +47,8 @@ def load_model(
 
     Args:
         path: a model folder or a Hub repository; None is the demonstration model of the package.
-        dtype: float32, bfloat16 or float16 to compute in; None keeps what the file holds.
+        dtype: float32, bfloat16 or float16 to compute in; None keeps what the file holds, and is float32 where MLX
+            has no GPU, since its CPU products are many times slower in 16 bits.
         model_config: entries that override config.json.
         lazy: leave the weights to be read when they are first used, by the loading thread.
         revision: of the Hub repository.
@@ -70,7 +72,7 @@ def load_model(
     convention = raw.get("norm_convention", "auto") if norm_convention == "auto" else norm_convention
     weights = names.sanitize(checkpoint.tensors, config, convention)
     model = _build(config, any(name.startswith("mtp.") for name in weights), mtp_norm_per_stream)
-    _assign(model, weights, checkpoint, dtype or _file_dtype(raw, weights))
+    _assign(model, weights, checkpoint, dtype or _default_dtype(raw, weights))
     if not lazy:
         _evaluate(model)
     model.bind()
@@ -85,6 +87,7 @@ def save_model(folder: str | Path, model: Model, config: Mapping[str, Any]) -> N
     """
     raw = {key: value for key, value in config.items() if key not in ("quantization", "quantization_config")}
     raw["norm_convention"] = "folded"
+    raw["dtype"] = _type_name(_compute_dtype(model))
     packed = {path: module.packing for path, module in packed_modules(model) if module.packing is not None}
     if packed:
         common = max(packed.values(), key=list(packed.values()).count)
@@ -166,18 +169,26 @@ def _report_vision(checkpoint: Checkpoint) -> None:
 def _check_hashes(checkpoint: Checkpoint, config: ModelConfig) -> None:
     """Hash constants in the file must be those that the configuration gives."""
     for name, tensor in names.hash_buffers(checkpoint.tensors).items():
-        layer = int(name.split(".")[2])
-        index = config.ple_index(layer)
+        layer = re.match(r"model\.layers\.(\d{1,4})\.ple\.", name)
+        index = config.ple_index(int(layer[1])) if layer else None
         if index is None:
-            raise ConfigError(f"{name} is in the file, but ple_layer_ids does not name layer {layer + 1}")
+            raise ConfigError(f"{name} is in the file, but not of a layer that ple_layer_ids names")
         table = NgramHash.from_config(config, index)
         want = {
             "layer_multipliers": table.multipliers,
             "ngram_heads_vocab_sizes": table.sizes,
             "ngram_heads_offsets": table.offsets,
         }[name.rsplit(".", 1)[1]]
-        if tuple(tensor.tolist()) != want:
+        if tensor.ndim != 1 or tuple(tensor.tolist()) != want:
             raise ConfigError(f"{name} in the file is not what seed and ngram_vocab_size_base of config.json give")
+
+
+def _default_dtype(raw: Mapping[str, Any], weights: Mapping[str, mx.array]) -> mx.Dtype:
+    stored = _file_dtype(raw, weights)
+    if on_cpu() and stored != mx.float32:
+        logger.info("computing in float32 on the CPU; the file holds %s", stored)
+        return mx.float32
+    return stored
 
 
 def _file_dtype(raw: Mapping[str, Any], weights: Mapping[str, mx.array]) -> mx.Dtype:
@@ -194,6 +205,7 @@ def _assign(model: Model, weights: dict[str, mx.array], checkpoint: Checkpoint, 
     """Put every weight in its place, in the type to compute in; all names and shapes must fit."""
     _expect_packing(model, weights, checkpoint)
     _check_names(named_parameters(model), weights, checkpoint)
+    _check_types(model, weights, checkpoint)
     for root, module in _roots(model):
         own = [name for name, _ in tree_flatten(module.parameters())]
         module.load_weights([(name, _cast(root(name), weights[root(name)], dtype)) for name in own], strict=True)
@@ -202,8 +214,17 @@ def _assign(model: Model, weights: dict[str, mx.array], checkpoint: Checkpoint, 
 def _cast(name: str, tensor: mx.array, dtype: mx.Dtype) -> mx.array:
     if not mx.issubdtype(tensor.dtype, mx.floating):
         return tensor
-    keep = names.is_norm(name) or name.endswith(("linear_attn.norm.weight", *_KEEP_FLOAT32))
-    return tensor.astype(mx.float32 if keep else dtype)
+    return tensor.astype(mx.float32 if _stays_float32(name) else dtype)
+
+
+def _stays_float32(name: str) -> bool:
+    return names.is_norm(name) or name.endswith(("linear_attn.norm.weight", *_KEEP_FLOAT32))
+
+
+def _compute_dtype(model: Model) -> mx.Dtype:
+    """The type that a loaded model computes in; packed weights need not show it."""
+    types = {tensor.dtype for name, tensor in named_parameters(model).items() if not _stays_float32(name)}
+    return next((dtype for dtype in DTYPES if dtype in types), mx.bfloat16)
 
 
 def _expect_packing(model: Model, weights: Mapping[str, mx.array], checkpoint: Checkpoint) -> None:
@@ -218,7 +239,7 @@ def _expect_packing(model: Model, weights: Mapping[str, mx.array], checkpoint: C
         own = section.get(path)
         mode = own.get("mode", "affine") if isinstance(own, Mapping) else section.get("mode", "affine")
         inputs = module.weight.shape[-1]
-        if not scales.ndim == packed.ndim == module.weight.ndim or inputs % max(scales.shape[-1], 1):
+        if not scales.ndim == packed.ndim == module.weight.ndim or not scales.size or inputs % scales.shape[-1]:
             raise FileFormatError(_misfit(f"{path}.scales", scales, module.weight.shape, checkpoint))
         packing = {"group_size": inputs // scales.shape[-1], "bits": 32 * packed.shape[-1] // inputs, "mode": mode}
         try:
@@ -240,6 +261,27 @@ def _check_names(want: Mapping[str, mx.array], got: Mapping[str, mx.array], chec
         problems.append(_misfit(name, got[name], want[name].shape, checkpoint))
     if problems:
         raise FileFormatError(f"{checkpoint.folder}: weights do not fit config.json: {'; '.join(problems)}")
+
+
+def _check_types(model: Model, weights: Mapping[str, mx.array], checkpoint: Checkpoint) -> None:
+    """Packed weights are integers, everything else is a floating-point number."""
+    integers = {}
+    for path, module in packed_modules(model):
+        if module.packing is not None:
+            integers[f"{path}.weight"] = mx.uint32
+            if module.packing["mode"] != "affine":
+                integers[f"{path}.scales"] = mx.uint8
+    for name, tensor in weights.items():
+        want = integers.get(name)
+        if tensor.dtype != want if want is not None else not mx.issubdtype(tensor.dtype, mx.floating):
+            raise FileFormatError(
+                f"{checkpoint.folder}: {name} holds {_type_name(tensor.dtype)}, needed "
+                f"{'floating-point numbers' if want is None else _type_name(want)} ({_file_of(name, checkpoint)})"
+            )
+
+
+def _type_name(dtype: mx.Dtype) -> str:
+    return str(dtype).removeprefix("mlx.core.")
 
 
 def _misfit(name: str, tensor: mx.array, want: tuple[int, ...], checkpoint: Checkpoint) -> str:

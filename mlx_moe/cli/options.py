@@ -53,7 +53,9 @@ def parser(verb: str, description: str) -> argparse.ArgumentParser:
     """A parser with the model options and the refused ones. Abbreviations are off, so refusals name the flag."""
     out = _Parser(prog=f"mlx-moe {verb}", description=description, allow_abbrev=False)
     out.add_argument("--model", help="model folder or Hub repository (default: the demonstration model)")
-    out.add_argument("--dtype", choices=DTYPES, help="compute in this type (default: the file's)")
+    out.add_argument(
+        "--dtype", choices=DTYPES, help="type to compute in (default: the file's, or float32 without a GPU)"
+    )
     out.add_argument("--prefill-step-size", type=int, default=2048, help="prompt tokens per pass (default: 2048)")
     for flag, keyword, reason in _REFUSED:
         out.add_argument(flag, action=_Refuse, keyword=keyword, reason=reason)

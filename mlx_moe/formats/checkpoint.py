@@ -48,26 +48,32 @@ def _weight_files(folder: Path) -> list[Path]:
     if index.exists():
         try:
             names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise FileFormatError(f"{index}: not a weight index ({error!r})") from None
-        if bad := [name for name in names if not isinstance(name, str) or Path(name).name != name]:
-            raise FileFormatError(f"{index}: names {bad[0]!r}, which is not a file of this folder")
+        if bad := [name for name in names if not _is_file_name(name)]:
+            raise FileFormatError(f"{index}: names {str(bad[0])[:80]!r}, which is not a file of this folder")
         paths = [folder / name for name in names]
-    else:
-        paths = sorted(folder.glob("*.safetensors"))
+    else:  # hidden files are macOS's ._name companions and what a killed write left
+        paths = sorted(path for path in folder.glob("*.safetensors") if not path.name.startswith("."))
     if not paths:
         raise FileFormatError(f"{folder}: holds no .safetensors files")
     if missing := [path.name for path in paths if not path.exists()]:
         raise FileFormatError(
-            f"{folder}: {len(missing)} weight file(s) missing, first {missing[0]}; download them again"
+            f"{folder}: {len(missing)} weight file(s) missing, first {missing[0]!r}; download them again"
         )
     return paths
 
 
-def write_checkpoint(folder: str | Path, tensors: Mapping[str, mx.array], config: Mapping[str, Any]) -> None:
-    """Write tensors as ``model*.safetensors`` and ``config.json``.
+def _is_file_name(name: Any) -> bool:
+    """Whether an entry of the index names a file of the folder itself."""
+    return isinstance(name, str) and name not in ("", "..") and Path(name).name == name and len(name) < 256
 
-    Every file appears whole or not at all: it is written under a temporary name first. config.json comes last.
+
+def write_checkpoint(folder: str | Path, tensors: Mapping[str, mx.array], config: Mapping[str, Any]) -> None:
+    """Write tensors as ``model*.safetensors``, their index and ``config.json``.
+
+    Every file appears whole or not at all: it is written under a temporary name first. config.json comes last. The
+    index makes files of an earlier save in the same folder invisible, even where there is one new file only.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -79,10 +85,9 @@ def write_checkpoint(folder: str | Path, tensors: Mapping[str, mx.array], config
     for name, shard in zip(names, shards, strict=True):
         with atomic_path(folder / name) as temporary:
             mx.save_safetensors(str(temporary), shard, metadata={"format": "mlx"})
-    if len(shards) > 1:
-        weight_map = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
-        total = sum(tensor.nbytes for tensor in tensors.values())
-        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
+    weight_map = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
     write_json(folder / "config.json", dict(sorted(config.items())))
 
 
@@ -93,7 +98,8 @@ class atomic_path:
         self._target = target
 
     def __enter__(self) -> Path:
-        handle, name = tempfile.mkstemp(dir=self._target.parent, prefix=".", suffix=self._target.suffix)
+        # MLX appends .safetensors to a name that does not end so, and would write beside the temporary file.
+        handle, name = tempfile.mkstemp(dir=self._target.parent, prefix=".", suffix=".safetensors")
         os.close(handle)
         self._temporary = Path(name)
         return self._temporary

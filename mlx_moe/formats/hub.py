@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 # What the loader and the tokenizer read; nothing else is fetched.
@@ -13,7 +14,9 @@ def resolve(path_or_repo: str | Path, revision: str | None = None) -> Path:
 
     Raises FileNotFoundError, in one line, when it is neither.
     """
-    path = Path(path_or_repo).expanduser()
+    path = Path(path_or_repo)
+    with contextlib.suppress(RuntimeError):  # ~name of nobody
+        path = path.expanduser()
     if path.is_dir():
         return path
     if path.exists():

@@ -49,7 +49,7 @@ def read_header(path: str | Path) -> tuple[dict[str, TensorInfo], dict[str, str]
             header = _json(path, _exactly(path, file.read(length), length))
     except OSError as error:
         raise FileFormatError(f"{path}: cannot be read ({error.strerror or error})") from None
-    metadata = header.pop("__metadata__", {})
+    metadata = header.pop("__metadata__", None) or {}  # MLX writes null where there is none
     if not isinstance(metadata, dict):
         raise FileFormatError(f"{path}: __metadata__ is not an object")
     tensors = {name: _tensor(path, name, entry, 8 + length, size) for name, entry in header.items()}
@@ -91,8 +91,8 @@ def _unique(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return out
 
 
-def _whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+def _whole(value: Any, bits: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << bits
 
 
 def _tensor(path: Path, name: str, entry: Any, base: int, size: int) -> TensorInfo:
@@ -102,9 +102,9 @@ def _tensor(path: Path, name: str, entry: Any, base: int, size: int) -> TensorIn
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in _ITEM_BYTES:
         raise FileFormatError(f"{where} has type {str(dtype)[:40]!r}; supported: {', '.join(_ITEM_BYTES)}")
-    if not isinstance(shape, list) or len(shape) > 8 or not all(_whole(n) for n in shape):
+    if not isinstance(shape, list) or len(shape) > 8 or not all(_whole(n, 31) for n in shape):
         raise FileFormatError(f"{where} has shape {str(shape)[:80]}")
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(_whole(n) for n in offsets):
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(_whole(n, 63) for n in offsets):
         raise FileFormatError(f"{where} has offsets {str(offsets)[:80]}")
     start, stop = base + offsets[0], base + offsets[1]
     if start > stop or stop > size:

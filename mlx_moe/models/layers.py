@@ -25,6 +25,11 @@ def by_rows(function: Callable[[mx.array], mx.array], x: mx.array) -> mx.array:
     return mx.concatenate([function(x[:, t : t + 1]) for t in range(T)], axis=1)
 
 
+def on_cpu() -> bool:
+    """Whether MLX runs on the CPU, where packed products of many rows are slower than unpacking first."""
+    return mx.default_device() == mx.Device(mx.cpu)
+
+
 class PackedWeight(nn.Module):
     """A weight [..., out, in], plain or packed by ``mx.quantize`` along its last axis.
 
@@ -74,8 +79,8 @@ class Linear(PackedWeight):
         return by_rows(self._product, x)
 
     def _product(self, x: mx.array) -> mx.array:
-        if self._packing is None:
-            return x @ self.weight.T
+        if self._packing is None or (on_cpu() and x.shape[1] > WINDOW):
+            return x @ self.dequantized().T
         return mx.quantized_matmul(x, self.weight, self.scales, self.get("biases"), transpose=True, **self._packing)
 
 
@@ -87,8 +92,8 @@ class ExpertLinear(PackedWeight):
 
     def __call__(self, x: mx.array, ids: mx.array, sorted_ids: bool = False) -> mx.array:
         """x [..., 1, in] with expert ids [...] -> [..., 1, out]: each row times the matrix of its expert."""
-        if self._packing is None:
-            return _gather_mm(x, self.weight.swapaxes(-1, -2), ids, sorted_ids)
+        if self._packing is None or (on_cpu() and sorted_ids):
+            return _gather_mm(x, self.dequantized().swapaxes(-1, -2), ids, sorted_ids)
         return mx.gather_qmm(
             x,
             self.weight,
@@ -103,7 +108,7 @@ class ExpertLinear(PackedWeight):
 
 def _gather_mm(x: mx.array, weights: mx.array, ids: mx.array, sorted_ids: bool) -> mx.array:
     """mx.gather_mm, which on a CPU knows float32 only: there, few rows copy their matrices and many convert all."""
-    if weights.dtype == mx.float32 or mx.default_device() == mx.Device(mx.gpu):
+    if weights.dtype == mx.float32 or not on_cpu():
         return mx.gather_mm(x, weights, rhs_indices=ids, sorted_indices=sorted_ids)
     if not sorted_ids:
         return x @ weights[ids]

@@ -51,7 +51,8 @@ def sanitize(weights: Weights, config: ModelConfig, norm_convention: str = "auto
         norm_convention: "auto" detects, "raw" adds one to the norm weights, "folded" leaves them.
 
     Raises:
-        ConfigError: incomplete sets of experts or shards, or a mixture of norm conventions.
+        ConfigError: incomplete or uneven sets of experts or shards, FP8 without fitting scales, one tensor under two
+            names, or a mixture of norm conventions.
     """
     out = _rename(weights)
     out = _dequantize_fp8(out)
@@ -97,8 +98,14 @@ def _rename(weights: Weights, keep_hash: bool = False) -> dict[str, mx.array]:
                 name = new + name[len(prefix) :]
                 break
         if keep_hash or not _HASH.match(name):
-            out[name + ".weight" if _FUSED.match(name) else name] = tensor
+            _add(out, name + ".weight" if _FUSED.match(name) else name, tensor)
     return out
+
+
+def _add(out: dict[str, mx.array], name: str, tensor: mx.array) -> None:
+    if name in out:
+        raise ConfigError(f"{name} is in the checkpoint twice, under two names or in two layouts")
+    out[name] = tensor
 
 
 def _dequantize_fp8(weights: dict[str, mx.array]) -> dict[str, mx.array]:
@@ -112,15 +119,21 @@ def _dequantize_fp8(weights: dict[str, mx.array]) -> dict[str, mx.array]:
             if scale is None:
                 table = _SHARD.match(name)
                 scale = weights.get(f"{table[1]}.weight_scale" if table else name + "_scale")
-            if scale is not None:
-                tensor = _scaled_fp8(tensor, scale)
+            if scale is None:
+                raise ConfigError(f"{name} is FP8 (or bytes), but its weight_scale_inv or weight_scale is missing")
+            tensor = _scaled_fp8(name, tensor, scale)
         out[name] = tensor
     return out
 
 
-def _scaled_fp8(tensor: mx.array, scale: mx.array) -> mx.array:
+def _scaled_fp8(name: str, tensor: mx.array, scale: mx.array) -> mx.array:
     scale = scale.astype(mx.float32)
-    if scale.size > 1:
+    if scale.size == 1:
+        scale = scale.reshape(())
+    else:
+        want = (*tensor.shape[:-2], *(-(-n // FP8_BLOCK) for n in tensor.shape[-2:]))
+        if tensor.ndim < 2 or scale.shape != want:
+            raise ConfigError(f"{name}: its FP8 scales have shape {scale.shape}; needed: {want}, or one for all")
         for axis in (-2, -1):
             scale = mx.repeat(scale, FP8_BLOCK, axis=axis)
         scale = scale[..., : tensor.shape[-2], : tensor.shape[-1]]
@@ -144,17 +157,29 @@ def _stack_experts(weights: dict[str, mx.array], config: ModelConfig) -> dict[st
         if missing or len(experts) > config.num_experts:
             what = f"expert {missing[0]} is missing" if missing else f"{len(experts)} experts"
             raise ConfigError(f"{base}.{part}_proj.{kind}: {what}; num_experts is {config.num_experts}")
+        if (base, part, kind) in stacks:
+            raise ConfigError(f"{base}.{part}_proj.{kind} is in the checkpoint twice, per expert and stacked")
+        _check_even(f"{base}.{{}}.{part}_proj.{kind}", experts)
         stacks[base, part, kind] = mx.stack([experts[e] for e in range(config.num_experts)])
     for base, part, kind in list(stacks):
         if part == "down":
-            out[f"{base}.down_proj.{kind}"] = stacks[base, part, kind]
+            _add(out, f"{base}.down_proj.{kind}", stacks[base, part, kind])
         elif part == "gate":
-            if (base, "up", kind) not in stacks:
-                raise ConfigError(f"{base}: gate_proj.{kind} without up_proj.{kind}")
-            out[f"{base}.gate_up_proj.{kind}"] = mx.concatenate(
-                [stacks[base, "gate", kind], stacks[base, "up", kind]], 1
-            )
+            gate, up = stacks[base, "gate", kind], stacks.get((base, "up", kind))
+            if up is None or gate.ndim < 2 or gate.shape != up.shape:
+                shapes = f"{gate.shape} and {'missing' if up is None else up.shape}"
+                raise ConfigError(f"{base}: gate_proj.{kind} and up_proj.{kind} do not fit each other: {shapes}")
+            _add(out, f"{base}.gate_up_proj.{kind}", mx.concatenate([gate, up], 1))
     return out
+
+
+def _check_even(name: str, experts: Mapping[int, mx.array]) -> None:
+    """Refuse experts of different shapes; ``name`` has a {} for the expert's number."""
+    shapes = [tensor.shape for tensor in experts.values()]
+    common = max(set(shapes), key=shapes.count)
+    for e, tensor in sorted(experts.items()):
+        if tensor.shape != common:
+            raise ConfigError(f"{name.format(e)} has shape {tensor.shape}, the other experts {common}")
 
 
 def _join_shards(weights: dict[str, mx.array]) -> dict[str, mx.array]:
@@ -170,7 +195,9 @@ def _join_shards(weights: dict[str, mx.array]) -> dict[str, mx.array]:
         if sorted(shards) != list(range(len(shards))):
             gap = min(set(range(len(shards))) - shards.keys())
             raise ConfigError(f"{base}: shard_{gap} is missing")
-        out[f"{base}.weight"] = mx.concatenate([shards[i] for i in range(len(shards))])
+        if len({(tensor.ndim, *tensor.shape[1:]) for tensor in shards.values()}) > 1 or shards[0].ndim != 2:
+            raise ConfigError(f"{base}: shards of different widths: {sorted({t.shape for t in shards.values()})[:4]}")
+        _add(out, f"{base}.weight", mx.concatenate([shards[i] for i in range(len(shards))]))
     return out
 
 
