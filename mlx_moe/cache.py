@@ -25,12 +25,16 @@ FIRST_CAPACITY = 256
 
 
 class History:
-    """The last ``length`` positions of a growing sequence [B, T, ...]; shorter ones are filled up at the front."""
+    """The last ``length`` positions of a growing sequence [B, T, ...]; shorter ones are filled up at the front.
+
+    Inside a window everything since ``begin`` is kept, so that ``commit`` can cut it.
+    """
 
     def __init__(self, length: int):
         self.length = length
         self.value: mx.array | None = None
-        self._window: mx.array | None = None
+        self._recording = False
+        self._window: mx.array | None = None  # value at begin, then all positions since
 
     def read(self, like: mx.array, fill: float = 0) -> mx.array:
         """[B, length, ...] in the shape and type of ``like`` [B, T, ...]."""
@@ -40,23 +44,23 @@ class History:
 
     def push(self, new: mx.array) -> None:
         """Append [B, T, ...]; ``read`` must have come first."""
-        T = new.shape[1]
-        if self._window is not None or self.length > T:
-            joined = mx.concatenate([self.value if self._window is None else self._window, new], axis=1)
-            self._window = None if self._window is None else joined
+        if self._recording:
+            joined = self._window = mx.concatenate([self.value if self._window is None else self._window, new], axis=1)
+        elif new.shape[1] < self.length:
+            joined = mx.concatenate([self.value, new], axis=1)
         else:
             joined = new
         self.value = joined[:, joined.shape[1] - self.length :]
 
-    def begin(self, like: mx.array | None = None) -> None:
-        """Keep everything from here on, so that ``commit`` can cut it."""
-        self._window = self.value
+    def begin(self) -> None:
+        """Open a window."""
+        self._recording, self._window = True, None
 
     def commit(self, keep: int) -> None:
         """End the window, keeping its first ``keep`` positions."""
         if self._window is not None:
             self.value = self._window[:, keep : keep + self.length]
-        self._window = None
+        self._recording, self._window = False, None
 
 
 class LayerCache(_BaseCache):
@@ -173,9 +177,7 @@ class LinearCache(LayerCache):
         if self.recurrent is None:
             self.recurrent = mx.zeros((inputs.shape[0], *heads), dtype=mx.float32)
             self._base = self.recurrent if self._mark is not None else None
-        history = self.conv.read(inputs)
-        self._reopen(self.conv)
-        return history, self.recurrent
+        return self.conv.read(inputs), self.recurrent
 
     def advance(self, inputs: mx.array, state: mx.array, log: StepLog | None = None) -> None:
         """Take over the state after ``inputs``; ``log`` is needed inside a window."""
@@ -190,21 +192,14 @@ class LinearCache(LayerCache):
     def ple_history(self, ids: mx.array, eos: int) -> mx.array:
         """The ids before ``ids`` [B, T] and those themselves, [B, n - 1 + T]; EOS before the start."""
         history = self.ple_ids.read(ids, eos)
-        self._reopen(self.ple_ids)
         self.ple_ids.push(ids)
         return mx.concatenate([history, ids], axis=1)
 
     def ple_conv_history(self, normed: mx.array) -> mx.array:
         """The positions before ``normed`` [B, T, S * H], [B, span, S * H]."""
         history = self.ple_conv.read(normed)
-        self._reopen(self.ple_conv)
         self.ple_conv.push(normed)
         return history
-
-    def _reopen(self, history: History) -> None:
-        """A history that was empty when the window began starts it now, with its filling."""
-        if self._mark is not None and history._window is None:
-            history.begin()
 
     def _histories(self) -> tuple[History, History, History]:
         return self.conv, self.ple_ids, self.ple_conv
@@ -277,8 +272,6 @@ class SparseCache(LayerCache):
             [B, offset % ratio + T, Di], and the number of finished blocks before it.
         """
         history = self.raw.read(raw)
-        if self._mark is not None and self.raw._window is None:
-            self.raw.begin()
         self.raw.push(raw)
         blocks, left = divmod(self.offset, self.ratio)
         return mx.concatenate([history[:, self.ratio - 1 - left :], raw], axis=1), blocks

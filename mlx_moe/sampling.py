@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from mlx_moe.formats.safetensors import FileFormatError
 from mlx_moe.formats.tokenizer import generation_config
 
 
@@ -28,8 +29,11 @@ def chat_sampling(folder: str | Path, thinking: bool) -> Sampling:
     own = generation_config(folder)
     if not own.get("do_sample", any(key in own for key in ("temperature", "top_p", "top_k"))):
         return card
-    return Sampling(
-        temp=float(own.get("temperature", card.temp)),
-        top_p=float(own.get("top_p", card.top_p)),
-        top_k=int(own.get("top_k", card.top_k)),
-    )
+    values = {}
+    for name, default in (("temperature", card.temp), ("top_p", card.top_p), ("top_k", card.top_k)):
+        value = default if own.get(name) is None else own[name]
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            path = Path(folder) / "generation_config.json"
+            raise FileFormatError(f"{path}: {name} is {str(value)[:40]!r}; allowed: a number")
+        values[name] = value
+    return Sampling(float(values["temperature"]), float(values["top_p"]), int(values["top_k"]))

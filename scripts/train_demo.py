@@ -18,6 +18,7 @@ import logging
 import lzma
 import math
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -27,7 +28,7 @@ import train_demo_ops as ops
 from torch import Tensor, nn
 from train_demo_files import packaged_bytes, save_checkpoint
 from train_demo_model import DemoModel, ModelConfig
-from train_demo_optim import RULES, Optimizer, kind_of
+from train_demo_optim import RULES, Optimizer, is_quantised
 
 log = logging.getLogger("train_demo")
 TINY = dict(
@@ -68,6 +69,19 @@ class Plan:
         if progress < self.warmup:
             return self.lr_scale * max(progress / self.warmup, 0.01)
         return self.lr_scale * min(1.0, max(0.0, (1 - progress) / (1 - self.decay_from)))
+
+    def phase(self, progress: float) -> Phase:
+        """What a step at a fraction of the budget does."""
+        return Phase(progress >= self.sparse_from, progress >= self.draft_from, progress >= self.quantise_from)
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What a training step does besides fitting the next token."""
+
+    sparse: bool  # attention sees only what the indexers pick
+    draft: bool  # the draft layer and the indexers learn
+    quantise: bool  # forward passes use 4-bit weights
 
 
 class Windows:
@@ -124,21 +138,41 @@ def init_weights(model: DemoModel, seed: int) -> None:
 def use_working_types(model: nn.Module, dtype: torch.dtype) -> None:
     """Large parameters to `dtype`, small ones float32: the optimizer keeps the masters."""
     for name, p in model.named_parameters():
-        if kind_of(name, p) != "small":
+        if is_quantised(name, p):
             p.data = p.data.to(dtype)
+
+
+class Recorded:
+    """A function of tensors recorded once as a CUDA graph: a call copies its inputs in and replays it.
+
+    Launching the 3,700 kernels of a step from Python takes a third longer than running them. The current stream must
+    not be the default one, and the function must have run on it before. The next call overwrites what this returns."""
+
+    def __init__(self, function: Callable[..., dict[str, Tensor]], inputs: Sequence[Tensor]):
+        self.inputs = [x.clone() for x in inputs]
+        self.graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(self.graph, stream=torch.cuda.current_stream()):
+            self.outputs = function(*self.inputs)
+
+    def __call__(self, *inputs: Tensor) -> dict[str, Tensor]:
+        torch._foreach_copy_(self.inputs, list(inputs))
+        self.graph.replay()
+        return self.outputs
 
 
 class Trainer:
     """Model, optimizer, data, and where in the plan they are."""
 
-    def __init__(self, config: ModelConfig, plan: Plan, tokens: Tensor, out: Path):
-        self.plan, self.out, self.windows = plan, out, Windows(tokens, plan)
+    def __init__(self, config: ModelConfig, plan: Plan, tokens: Tensor, out: Path, graphs: bool = False):
+        self.plan, self.out, self.graphs, self.windows = plan, out, graphs, Windows(tokens, plan)
         self.model = DemoModel(config)
         init_weights(self.model, plan.seed)
         self.model.to(tokens.device)
         self.optimizer = Optimizer(self.model)
         use_working_types(self.model, torch.bfloat16 if tokens.is_cuda else torch.float32)
         self.step, self.seconds, self.history = 0, 0.0, []
+        self.phase, self.phase_step, self.recorded = None, 0, None
 
     @property
     def progress(self) -> float:
@@ -146,48 +180,58 @@ class Trainer:
         spent = self.seconds / self.plan.seconds if self.plan.seconds else self.step / self.plan.steps
         return min(1.0, spent)
 
-    def losses(self, tokens: Tensor, sparse: bool, draft: bool) -> dict[str, Tensor]:
-        """One forward pass of windows [B, T + 1]: scalars, "total" the one to differentiate."""
-        model, rows = self.model, None
+    def losses(self, tokens: Tensor, rows: Tensor, phase: Phase) -> dict[str, Tensor]:
+        """One forward pass of windows [B, T + 1]; "total" is the loss to differentiate. rows: see `Run.index_rows`."""
+        model, plan = self.model, self.plan
         inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-        T, budget = inputs.shape[1], model.config.indexer_budget
-        if draft:  # only queries that see more than the budget have a choice to learn
-            rows = torch.randint(budget, T, (self.plan.index_rows,), device=tokens.device)
-        run = model.run(T, sparse, rows)
+        run = model.run(plan.length, phase.sparse, rows if phase.draft else None)
         s, x = model.model(inputs, run)
         loss, logits = ops.token_loss(x, model.lm_head.weight, targets)
-        total = loss + self.plan.balance * torch.stack(run.balance_losses).mean()
-        out = dict(loss=loss.detach(), balance=torch.stack(run.balance_losses).mean().detach())
-        if draft:
-            draft_run = model.run(T, sparse, rows)
+        balance = torch.stack(run.balance_losses).mean()
+        out = dict(loss=loss, balance=balance, total=loss + plan.balance * balance)
+        if phase.draft:
+            draft_run = model.run(plan.length, phase.sparse, rows)
             embedding = nn.functional.embedding(targets, model.model.embed_tokens.weight.detach())
             _, x = model.mtp(s.detach(), embedding, draft_run)
-            divergence = ops.draft_loss(x, model.lm_head.weight.detach(), logits.detach())
-            index = torch.stack(run.index_losses + draft_run.index_losses).sum()
-            total = total + divergence + index + self.plan.balance * draft_run.balance_losses[0]
-            out |= dict(draft=divergence.detach(), index=index.detach())
-        return out | dict(total=total)
+            out["draft"] = ops.draft_loss(x, model.lm_head.weight.detach(), logits.detach())
+            out["index"] = torch.stack(run.index_losses + draft_run.index_losses).sum()
+            out["total"] = out["total"] + out["draft"] + out["index"] + plan.balance * draft_run.balance_losses[0]
+        return out
+
+    def update(self, tokens: Tensor, rows: Tensor, phase: Phase) -> dict[str, Tensor]:
+        """One step of training; the losses before it."""
+        losses = self.losses(tokens, rows, phase)
+        losses["total"].backward()
+        self.optimizer.step(phase.quantise)
+        return {name: value.detach() for name, value in losses.items()}
+
+    def draw_rows(self) -> Tensor:
+        """Random query positions that see more than the indexer's budget: the others have nothing to choose."""
+        budget, device = self.model.config.indexer_budget, self.windows.tokens.device
+        return torch.randint(budget, self.plan.length, (self.plan.index_rows,), device=device)
 
     def warm_up(self) -> None:
         """Compile and check every phase before the clock starts: passes without an update."""
-        tokens = self.windows.next()
-        for sparse, draft in ((False, False), (False, True), (True, True)):
+        tokens, rows = self.windows.next(), self.draw_rows()
+        for phase in (Phase(False, False, False), Phase(False, True, False), Phase(True, True, True)):
             started = time.perf_counter()
-            losses = self.losses(tokens, sparse, draft)
+            losses = self.losses(tokens, rows, phase)
             losses["total"].backward()
             self.model.zero_grad(set_to_none=True)
-            loss, took = losses["loss"].item(), time.perf_counter() - started
-            log.info("warm-up sparse=%s draft=%s loss %.4f %.1f s", sparse, draft, loss, took)
+            log.info("%s: loss %.4f, %.1f s", phase, losses["loss"].item(), time.perf_counter() - started)
 
     def train_step(self) -> dict[str, Tensor]:
-        """One batch, one update."""
-        plan, progress = self.plan, self.progress
-        losses = self.losses(self.windows.next(), progress >= plan.sparse_from, progress >= plan.draft_from)
-        losses["total"].backward()
+        """One batch, one update; eagerly for the first two steps of a phase, then by replaying a recording."""
+        phase = self.plan.phase(self.progress)
+        if phase != self.phase:
+            self.phase, self.phase_step, self.recorded = phase, 0, None
         momentum = 0.85 + 0.10 * min(1.0, self.step / 300)  # Muon's usual warm-up
-        self.optimizer.step(plan.rate(progress), momentum, quantise=progress >= plan.quantise_from)
-        self.step += 1
-        return losses
+        self.optimizer.set(self.plan.rate(self.progress), momentum)
+        batch = self.windows.next(), self.draw_rows()
+        if self.graphs and self.phase_step == 2:
+            self.recorded = Recorded(lambda *inputs: self.update(*inputs, phase), batch)
+        self.step, self.phase_step = self.step + 1, self.phase_step + 1
+        return self.recorded(*batch) if self.recorded else self.update(*batch, phase)
 
     def record(self, losses: dict[str, Tensor], rate: float) -> None:
         """Append a line to the loss curve."""
@@ -265,6 +309,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--log-every", type=int, default=20, help="steps between lines of the curve")
     parser.add_argument("--resume", action="store_true", help="go on from OUT/resume.pt")
     parser.add_argument("--tiny", action="store_true", help="a very small model, batch and length, for a CPU")
+    parser.add_argument("--no-graphs", action="store_true", help="launch every kernel of every step from Python")
     parser.add_argument("--no-compile", action="store_true", help="run the array functions as they are")
     return parser.parse_args(argv)
 
@@ -281,18 +326,17 @@ def main(argv: list[str] | None = None) -> None:
         config, plan = replace(config, **TINY), replace(plan, batch=4, length=256, index_rows=16)
     if device == "cuda" and not args.no_compile:
         ops.compile_units()
-    trainer = Trainer(config, plan, read_tokens(args.tokens, device), args.out)
-    log.info(
-        "%d parameters, %d bytes packaged, %d tokens on %s",
-        trainer.parameters,
-        packaged_bytes(trainer.model),
-        len(trainer.windows.tokens),
-        device,
-    )
-    if args.resume:
-        trainer.resume()
-    trainer.warm_up()
-    trainer.train(args.log_every, args.save_every)
+    stream = torch.cuda.Stream() if device == "cuda" else None
+    with torch.cuda.stream(stream):  # does nothing on a CPU
+        trainer = Trainer(
+            config, plan, read_tokens(args.tokens, device), args.out, stream is not None and not args.no_graphs
+        )
+        tokens, size = len(trainer.windows.tokens), packaged_bytes(trainer.model)
+        log.info("%d parameters, %d bytes packaged, %d tokens on %s", trainer.parameters, size, tokens, device)
+        if args.resume:
+            trainer.resume()
+        trainer.warm_up()
+        trainer.train(args.log_every, args.save_every)
 
 
 if __name__ == "__main__":

@@ -59,32 +59,34 @@ def windows(n: int, context: int) -> list[tuple[int, int, int]]:
 
 
 def nats(logits: Tensor, targets: Tensor) -> Tensor:
-    """Cross entropy of each position: [T, V], [T] -> [T]."""
-    return logits.logsumexp(-1) - logits.gather(-1, targets[:, None]).squeeze(-1)
+    """Cross entropy of each position: [B, T, V], [B, T] -> [B, T]."""
+    return logits.logsumexp(-1) - logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
 
 
 @torch.no_grad()
-def score_window(model: DemoModel, inputs: Tensor, targets: Tensor, scored: int, totals: Totals, dense: bool) -> None:
-    """Add the last `scored` positions of one window to `totals`: inputs and targets [T]."""
-    logits, streams = model.logits(inputs[None], sparse=True)
-    choice = logits[0].argmax(-1)
-    totals.tokens += scored
-    totals.sparse_nats += nats(logits[0], targets)[-scored:].sum().item()
-    totals.correct += (choice == targets)[-scored:].sum().item()
-    draft = model.draft_logits(streams, targets[None])[0][0].argmax(-1)
-    agreed = (draft[:-1] == choice[1:])[-scored:]
-    totals.drafts, totals.accepted = totals.drafts + len(agreed), totals.accepted + agreed.sum().item()
+def score(model: DemoModel, inputs: Tensor, targets: Tensor, scored: Tensor, totals: Totals, dense: bool) -> None:
+    """Add the positions marked in `scored` to `totals`: inputs, targets and scored are [B, T]."""
+    logits, streams = model.logits(inputs, sparse=True)
+    choice = logits.argmax(-1)
+    totals.tokens += int(scored.sum())
+    totals.sparse_nats += nats(logits, targets)[scored].double().sum().item()
+    totals.correct += int((choice == targets)[scored].sum())
+    draft = model.draft_logits(streams, targets)[0].argmax(-1)
+    agreed = (draft[:, :-1] == choice[:, 1:])[scored[:, 1:]]
+    totals.drafts, totals.accepted = totals.drafts + len(agreed), totals.accepted + int(agreed.sum())
     if dense:
-        totals.dense_nats += nats(model.logits(inputs[None], sparse=False)[0][0], targets)[-scored:].sum().item()
+        totals.dense_nats += nats(model.logits(inputs, sparse=False)[0], targets)[scored].double().sum().item()
 
 
-def evaluate(model: DemoModel, text: Text, context: int, dense: bool = True) -> dict[str, float]:
+def evaluate(model: DemoModel, text: Text, context: int, batch: int, dense: bool = True) -> dict[str, float]:
     """All figures of one text."""
     device, eos = model.lm_head.weight.device, model.config.eos_token_id
     sequence = torch.cat([torch.tensor([eos]), text.tokens]).to(device)
-    totals = Totals()
-    for start, end, first in windows(len(text.tokens), context):
-        score_window(model, sequence[start:end], sequence[start + 1 : end + 1], end - first, totals, dense)
+    totals, spans = Totals(), windows(len(text.tokens), context)
+    for at in range(0, len(spans), batch):
+        rows = torch.tensor(spans[at : at + batch], device=device)  # [B, 3]: all windows of a text have one length
+        places = rows[:, :1] + torch.arange(min(context, len(text.tokens)), device=device)
+        score(model, sequence[places], sequence[places + 1], places >= rows[:, 2:], totals, dense)
     figures = dict(
         tokens=totals.tokens,
         bits_per_byte=totals.sparse_nats / math.log(2) / text.size_bytes,
@@ -103,6 +105,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--checkpoint", type=Path, required=True, help="folder with config.json and model.safetensors")
     parser.add_argument("--text", type=Text.parse, nargs="+", required=True, help="NAME=TOKENS.npy:BYTES")
     parser.add_argument("--context", type=int, default=2048, help="tokens a prediction may see at most")
+    parser.add_argument("--batch", type=int, default=1, help="windows at a time")
     parser.add_argument("--unrounded", action="store_true", help="the BF16 weights instead of their 4-bit rounding")
     parser.add_argument("--no-dense", action="store_true", help="skip the dense-attention comparison")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
@@ -110,7 +113,7 @@ def main(argv: list[str] | None = None) -> None:
     model = load_checkpoint(args.checkpoint, quantise=not args.unrounded).to(args.device).eval()
     result = {}
     for text in args.text:
-        result[text.name] = evaluate(model, text, args.context, not args.no_dense)
+        result[text.name] = evaluate(model, text, args.context, args.batch, not args.no_dense)
         print(text.name, json.dumps(result[text.name]), flush=True)
     mean = sum(figures["bits_per_byte"] for figures in result.values()) / len(result)
     print(json.dumps(dict(weights="bf16" if args.unrounded else "4-bit", mean_bits_per_byte=round(mean, 5), **result)))

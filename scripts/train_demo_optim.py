@@ -34,6 +34,8 @@ RULES = {
     "table": Rule(lr=0.1, betas=(0.9, 0.95)),
     "head": Rule(lr=0.006, weight_decay=0.01),
     "small": Rule(lr=0.005),
+    # Strong decay: loaders tell (1 + w) norms from folded ones by the mean of w, which must stay near 0.
+    "norm": Rule(lr=0.005, weight_decay=0.5),
 }
 
 
@@ -48,6 +50,8 @@ KINDS = {
 
 def kind_of(name: str, p: Tensor) -> str:
     """The rule of a parameter by its checkpoint name."""
+    if "norm" in name and "linear_attn.norm" not in name:
+        return "norm"
     for part, kind in KINDS.items():
         if part in name:
             return kind
@@ -56,7 +60,7 @@ def kind_of(name: str, p: Tensor) -> str:
 
 def is_quantised(name: str, p: Tensor) -> bool:
     """Whether the package stores this parameter in 4 bits: everything large but the router."""
-    return kind_of(name, p) != "small"
+    return kind_of(name, p) not in ("small", "norm")
 
 
 def affine_4bit(w: Tensor) -> Tensor:
@@ -97,20 +101,20 @@ class Group:
         self.master = torch.cat([p.detach().float().reshape(self.shape) for p in params])
         self.first = torch.zeros_like(self.master)
         self.second = None if rule.muon else torch.zeros_like(self.master)
-        self.steps = 0
+        self.steps = torch.zeros((), device=self.master.device)
 
-    def update(self, lr_scale: float, momentum: float) -> bool:
+    def update(self, rate: Tensor, momentum: Tensor) -> bool:
         """One step from the parameters' gradients; False and no change if they have none (a part not trained yet)."""
         if any(p.grad is None for p in self.params):
             return False
-        grad = torch.cat([p.grad.float().reshape(self.shape) for p in self.params])
-        lr = self.rule.lr * lr_scale
+        grad = torch.cat([p.grad.reshape(self.shape) for p in self.params]).float()
+        lr = rate * self.rule.lr
         self.steps += 1
         self.master.mul_(1 - lr * self.rule.weight_decay)
-        self.master.add_(self.muon(grad, momentum) if self.rule.muon else self.adam(grad), alpha=-lr)
+        self.master.sub_(lr * (self.muon(grad, momentum) if self.rule.muon else self.adam(grad)))
         return True
 
-    def muon(self, grad: Tensor, momentum: float) -> Tensor:
+    def muon(self, grad: Tensor, momentum: Tensor) -> Tensor:
         """Orthogonalised Nesterov momentum; tall matrices get a larger step, for an equal change of output."""
         self.first.lerp_(grad, 1 - momentum)
         rows, cols = self.shape[1:]
@@ -131,7 +135,9 @@ class Group:
 
 
 class Optimizer:
-    """All groups of a model. The draft layer and the indexers get groups of their own: they start training later."""
+    """All groups of a model. The draft layer and the indexers get groups of their own: they start training later.
+
+    `rate` and `momentum` are tensors on the device and no step waits for it: a step can be recorded and replayed."""
 
     def __init__(self, model: nn.Module, rules: dict[str, Rule] = RULES):
         groups: dict[tuple, list] = defaultdict(list)
@@ -141,6 +147,13 @@ class Optimizer:
             matrix = self.matrix_shape(name, p) if rules[kind].muon else None
             groups[kind, matrix, name.startswith("mtp."), "indexer" in name, is_quantised(name, p)].append(p)
         self.groups = [Group(rules[key[0]], params, key[1], key[4]) for key, params in groups.items()]
+        self.rate = torch.zeros((), device=self.groups[0].master.device)
+        self.momentum = torch.zeros_like(self.rate)
+
+    def set(self, rate: float, momentum: float) -> None:
+        """The factor on every rule's learning rate, and Muon's momentum, for the steps that follow."""
+        self.rate.fill_(rate)
+        self.momentum.fill_(momentum)
 
     @staticmethod
     def matrix_shape(name: str, p: Tensor) -> tuple[int, int]:
@@ -149,10 +162,10 @@ class Optimizer:
         return (rows // 2, cols) if "gate_up" in name else (rows, cols)
 
     @torch.no_grad()
-    def step(self, lr_scale: float, momentum: float, quantise: bool) -> None:
+    def step(self, quantise: bool) -> None:
         """Update every group that has gradients, rewrite the model's working copies, and drop the gradients."""
         for group in self.groups:
-            if group.update(lr_scale, momentum):
+            if group.update(self.rate, self.momentum):
                 torch._foreach_copy_(group.params, group.values(quantise))
             for p in group.params:
                 p.grad = None

@@ -10,8 +10,8 @@ import time
 from typing import Any
 
 import pytest
-from checkpoints import EOS, SHAPES, tiny_config
 
+from checkpoints import EOS, SHAPES, tiny_config
 from mlx_moe.config import _INTS, _REQUIRED, FULL, LINEAR, ConfigError, ModelConfig, read_config
 
 FUZZ = 2000

@@ -12,14 +12,14 @@ import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
-from checkpoints import random_weights, tiny_config, tokens, write
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
-from tiny_tokenizer import ENDOFTEXT, IM_END, save_tokenizer, tiny_tokenizer
 
+from checkpoints import random_weights, tiny_config, tokens, write
 from mlx_moe import generate, generate_tokens, load_model, stream_generate
 from mlx_moe.formats.tokenizer import load_tokenizer
 from mlx_moe.generate import UNSUPPORTED, encode_prompt, process_prompt
+from tiny_tokenizer import ENDOFTEXT, IM_END, save_tokenizer, tiny_tokenizer
 
 PROMPT = tokens(29).tolist()
 COUNT = 12

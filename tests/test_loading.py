@@ -12,8 +12,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from checkpoints import fuse_experts, random_weights, tiny_config, tokens, with_prefix, write
 
+from checkpoints import fuse_experts, random_weights, tiny_config, tokens, with_prefix, write
 from mlx_moe import generate_tokens, load, load_model, quantize_model, save_model
 from mlx_moe.config import ConfigError, ModelConfig
 from mlx_moe.formats.hub import resolve

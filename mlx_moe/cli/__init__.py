@@ -37,7 +37,7 @@ def _guarded(verb, argv: Sequence[str]) -> int:
     try:
         return verb(argv)
     except (ValueError, OSError) as error:  # ConfigError and FileFormatError are ValueErrors
-        print(f"mlx-moe: error: {error}", file=sys.stderr)
+        print(f"mlx-moe: error: {' '.join(str(error).splitlines())}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(file=sys.stderr)

@@ -42,8 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     text = _read_prompt(args.prompt)
     model, tokenizer, _ = session.open_model(args)
-    for token in args.extra_eos_token:
-        tokenizer.add_eos_token(token)
+    _add_stop_tokens(tokenizer, args.extra_eos_token)
     cache = load_prompt_cache(args.prompt_cache_file, model) if args.prompt_cache_file else None
     prompt = _prompt_ids(args, tokenizer, text)
     last, ids, status = None, [], 0
@@ -76,14 +75,24 @@ def _read_prompt(text: str) -> str:
     return sys.stdin.read() if text == "-" else text.replace("\\n", "\n").replace("\\t", "\t")
 
 
+def _add_stop_tokens(tokenizer: TokenizerWrapper, names: Sequence[str]) -> None:
+    """Further stop tokens, by name or id. (Tokenizers give unknown names the id of another token.)"""
+    for name in names:
+        if not name.isdecimal() and name not in tokenizer.get_vocab():
+            raise ValueError(f"--extra-eos-token {name!r} is not a token of this model")
+        tokenizer.add_eos_token(name)
+
+
 def _prompt_ids(args: argparse.Namespace, tokenizer: TokenizerWrapper, text: str) -> list[int]:
     from mlx_moe.cli.session import templated
     from mlx_moe.generate import encode_prompt
 
     if args.ignore_chat_template or not tokenizer.has_chat_template or args.prompt_cache_file:
         for flag in ("system_prompt", "prefill_response", "chat_template_config"):
-            if getattr(args, flag):
+            if getattr(args, flag) not in (None, {}):
                 raise ValueError(f"--{flag.replace('_', '-')} needs a chat template, and none is used here")
+        if args.prompt_cache_file:  # in mid-text, so without a start token
+            return tokenizer.encode(text, add_special_tokens=False)
         return encode_prompt(tokenizer, text)
     system = [{"role": "system", "content": args.system_prompt}] if args.system_prompt is not None else []
     messages = [*system, {"role": "user", "content": text}]

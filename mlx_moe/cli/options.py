@@ -71,7 +71,7 @@ def add_sampling(out: argparse.ArgumentParser, temp: float | None, top_p: float 
     out.add_argument("--min-tokens-to-keep", type=int, default=1, help="with --min-p (default: 1)")
     out.add_argument("--xtc-probability", type=float, default=0.0, help="exclude top choices this often (default: 0)")
     out.add_argument("--xtc-threshold", type=float, default=0.1, help="of the choices excluded (default: 0.1)")
-    out.add_argument("--seed", type=int, help="seed of the random numbers")
+    out.add_argument("--seed", type=_seed, help="seed of the random numbers")
 
 
 def add_template(out: argparse.ArgumentParser) -> None:
@@ -88,6 +88,12 @@ def add_template(out: argparse.ArgumentParser) -> None:
 
 def _shown(value: Any) -> str:
     return "the model's" if value is None else str(value)
+
+
+def _seed(text: str) -> int:
+    if not text.isdecimal() or int(text[:21]) >= 1 << 64:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number from 0 to 2^64 - 1")
+    return int(text)
 
 
 def _json_object(text: str) -> dict[str, Any]:

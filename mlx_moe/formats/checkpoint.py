@@ -105,10 +105,11 @@ class atomic_path:
         return self._temporary
 
     def __exit__(self, kind: Any, *_: Any) -> None:
-        if kind is None:
-            self._temporary.chmod(0o644)
-            self._temporary.replace(self._target)
-        else:
+        try:
+            if kind is None:
+                self._temporary.chmod(0o644)
+                self._temporary.replace(self._target)
+        finally:
             self._temporary.unlink(missing_ok=True)
 
 

@@ -29,7 +29,7 @@ def load_tokenizer(
         raise FileNotFoundError(f"{folder}: holds no tokenizer.json; load_model works without a tokenizer")
     try:
         return mlx_lm_load(folder, dict(options or {}), eos_token_ids=stop_ids(folder, config))
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise FileFormatError(f"{folder}: the tokenizer cannot be read ({_first_line(error)})") from None
 
 
@@ -40,7 +40,7 @@ def generation_config(folder: str | Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise FileFormatError(f"{path}: cannot be read as JSON ({_first_line(error)})") from None
     return value if isinstance(value, dict) else {}
 
@@ -51,6 +51,8 @@ def stop_ids(folder: str | Path, config: Mapping[str, Any]) -> list[int]:
     ids: list[int] = []
     for value in (generation_config(folder).get("eos_token_id"), config.get("eos_token_id"), text.get("eos_token_id")):
         ids += value if isinstance(value, list) else [] if value is None else [value]
+    if odd := [item for item in ids if not isinstance(item, int)]:
+        raise FileFormatError(f"{folder}: eos_token_id holds {str(odd[0])[:40]!r}; allowed: token ids")
     return sorted(set(ids))
 
 

@@ -13,8 +13,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-WINDOW = 8
-"""The longest window of tokens whose rows are computed independently, and the deepest rollback."""
+from mlx_moe.cache import WINDOW
 
 
 def by_rows(function: Callable[[mx.array], mx.array], x: mx.array) -> mx.array:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 from pathlib import Path
 
-import checkpoints
 import mlx.core as mx
 import numpy as np
 import pytest
-from compare import TIE, assert_close, recorded_margins, run_in_pieces
 
+import checkpoints
+from compare import TIE, assert_close, recorded_margins, run_in_pieces
 from mlx_moe.generate import generate_tokens
 from mlx_moe.runtime import load_model
 

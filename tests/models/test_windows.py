@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 
-import checkpoints
 import mlx.core as mx
 import numpy as np
 import pytest
 
+import checkpoints
 from mlx_moe.cache import WINDOW, begin, commit, rollback
 from mlx_moe.formats.prompt_cache import load_prompt_cache, save_prompt_cache
 from mlx_moe.formats.safetensors import FileFormatError

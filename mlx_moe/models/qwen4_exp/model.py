@@ -155,7 +155,9 @@ class Model(nn.Module):
                 caches.append(LinearCache(c.linear_conv_kernel_dim - 1, c.ngram_size - 1, c.ple_conv_span))
         return caches
 
-    def __call__(self, inputs: mx.array, cache: Sequence[LayerCache] | None = None, mask: mx.array | None = None):
+    def __call__(
+        self, inputs: mx.array, cache: Sequence[LayerCache] | None = None, mask: mx.array | None = None
+    ) -> mx.array:
         """Token ids [B, T] -> logits [B, T, V] in the model's type; advances the cache in place.
 
         Rows of a batch have equal length; a mask that hides anything (left padding) raises ValueError.

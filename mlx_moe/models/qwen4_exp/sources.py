@@ -20,10 +20,10 @@ class ExpertSource(Protocol):
         """Called once at load with the router weights [E, H] of every MoE layer, for read-ahead."""
 
     def begin(self, window_ids: mx.array) -> None:
-        """A forward pass over token ids [B, T] starts."""
+        """A forward pass over token ids [B, T] starts; an earlier one that was not committed is kept whole."""
 
     def commit(self, accepted: int) -> None:
-        """The last pass is over; its first ``accepted`` tokens are kept."""
+        """Of the last pass the first ``accepted`` tokens are kept; the rest was a rejected draft."""
 
     def moe(
         self, layer: int, x: mx.array, logits: mx.array, also: tuple[mx.array, ...] = (), phase: Phase = "decode"
