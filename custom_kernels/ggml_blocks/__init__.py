@@ -1,0 +1,6 @@
+"""Block formats of ggml quantisation: sizes, tables and exact dequantisers."""
+
+from custom_kernels.ggml_blocks.formats import FORMATS, BlockFormat, format_by_id, format_by_name
+from custom_kernels.ggml_blocks.reference import naive_dequantize
+
+__all__ = ["FORMATS", "BlockFormat", "format_by_id", "format_by_name", "naive_dequantize"]
