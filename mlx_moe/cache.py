@@ -168,12 +168,12 @@ class LinearCache(LayerCache):
         """Lengths of the three histories, in positions; the last two are 0 in layers without PLE."""
         super().__init__()
         self.conv, self.ple_ids, self.ple_conv = History(conv_length), History(ple_ids), History(ple_conv)
-        self.recurrent: mx.array | None = None  # [B, Hv, Dk, Dv] float32
+        self.recurrent: mx.array | None = None  # [B, Hv, Dv, Dk] float32
         self._base: mx.array | None = None
         self._logs: list[StepLog] = []
 
     def start(self, inputs: mx.array, heads: tuple[int, int, int]) -> tuple[mx.array, mx.array]:
-        """Convolution history [B, K - 1, C] and recurrent state [B, Hv, Dk, Dv] before ``inputs`` [B, T, C]."""
+        """Convolution history [B, K - 1, C] and recurrent state [B, Hv, Dv, Dk] before ``inputs`` [B, T, C]."""
         if self.recurrent is None:
             self.recurrent = mx.zeros((inputs.shape[0], *heads), dtype=mx.float32)
             self._base = self.recurrent if self._mark is not None else None

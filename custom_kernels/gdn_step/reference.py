@@ -1,8 +1,8 @@
 """The gated delta rule in mx ops, float32 throughout.
 
-Per value head, with state S [Dk, Dv], key k, query q [Dk], value v [Dv], decay a = exp(g), write strength beta:
+Per value head, with state S [Dv, Dk], key k, query q [Dk], value v [Dv], decay a = exp(g), write strength beta:
 
-    S <- a S;   d = beta (v - S^T k);   S <- S + k d^T;   o = S^T q
+    S <- a S;   d = beta (v - S k);   S <- S + d k^T;   o = S q
 
 ("Gated Delta Networks: Improving Mamba2 with Delta Rule", arXiv 2412.06464, equation 10; the chunked form follows its
 section 3.3.) Shapes here: B rows, T tokens, H value heads; keys and queries are already repeated to H heads.
@@ -28,7 +28,7 @@ def naive_gdn_step(
         q, k: [B, T, H, Dk] float32, normalised and scaled.
         v: [B, T, H, Dv] float32.
         g, beta: [B, T, H] float32; g is the logarithm of the decay.
-        state: [B, H, Dk, Dv] float32; left as it is.
+        state: [B, H, Dv, Dk] float32; left as it is.
 
     Returns:
         outputs [B, T, H, Dv], the last state, and the log from which ``naive_gdn_commit`` replays a prefix.
@@ -36,12 +36,12 @@ def naive_gdn_step(
     decay = mx.exp(g)
     outputs, deltas = [], []
     for t in range(q.shape[1]):
-        key = k[:, t, :, :, None]
+        key = k[:, t, :, None]
         state = state * decay[:, t, :, None, None]
-        seen = (state * key).sum(axis=-2)
+        seen = (state * key).sum(axis=-1)
         delta = beta[:, t, :, None] * (v[:, t] - seen)
-        state = state + key * delta[:, :, None, :]
-        outputs.append((state * q[:, t, :, :, None]).sum(axis=-2))
+        state = state + delta[..., None] * key
+        outputs.append((state * q[:, t, :, None]).sum(axis=-1))
         deltas.append(delta)
     return mx.stack(outputs, axis=1), state, (k, mx.stack(deltas, axis=1), decay)
 
@@ -50,14 +50,14 @@ def naive_gdn_commit(state: mx.array, log: StepLog, keep: int) -> mx.array:
     """The state after the first ``keep`` tokens of a logged window, bit-equal to having stepped only those.
 
     Args:
-        state: [B, H, Dk, Dv] float32, before the window.
+        state: [B, H, Dv, Dk] float32, before the window.
         log: what ``naive_gdn_step`` returned.
         keep: tokens to keep, 0 to T.
     """
     keys, deltas, decay = log
     for t in range(keep):
         state = state * decay[:, t, :, None, None]
-        state = state + keys[:, t, :, :, None] * deltas[:, t, :, None, :]
+        state = state + deltas[:, t, :, :, None] * keys[:, t, :, None]
     return state
 
 
@@ -88,9 +88,10 @@ def chunked_delta_rule(
     carry = mx.exp(last)[..., None]
     outputs = []
     for n in range(chunks):
-        delta = writes[:, :, n] - reads[:, :, n] @ state
-        outputs.append(q[:, :, n] @ state + scores[:, :, n] @ delta)
-        state = state * carry[:, :, n] + k[:, :, n].swapaxes(-1, -2) @ delta
+        past = state.swapaxes(-1, -2)
+        delta = writes[:, :, n] - reads[:, :, n] @ past
+        outputs.append(q[:, :, n] @ past + scores[:, :, n] @ delta)
+        state = state * carry[:, :, n] + delta.swapaxes(-1, -2) @ k[:, :, n]
     out = mx.concatenate(outputs, axis=2)[:, :, :T]
     return out.transpose(0, 2, 1, 3), state
 

@@ -53,7 +53,7 @@ def templated(
     """Token ids of a conversation. prefill: how the answer starts. Raises ValueError for what the template refuses."""
     messages = list(messages) + ([{"role": "assistant", "content": prefill}] if prefill is not None else [])
     try:
-        return tokenizer.apply_chat_template(
+        ids = tokenizer.apply_chat_template(
             messages,
             add_generation_prompt=prefill is None,
             continue_final_message=prefill is not None,
@@ -61,6 +61,9 @@ def templated(
         )
     except Exception as error:  # templates are programs of the model's authors and raise what they like
         raise ValueError(f"the chat template refused the conversation ({error})") from None
+    if not isinstance(ids, list):
+        raise ValueError(f"the chat template gave {type(ids).__name__}, not token ids; see --chat-template-config")
+    return ids
 
 
 class Progress:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,26 +92,18 @@ def write_checkpoint(folder: str | Path, tensors: Mapping[str, mx.array], config
     write_json(folder / "config.json", dict(sorted(config.items())))
 
 
-class atomic_path:
-    """Context manager: a temporary name beside ``target``, renamed to it on success and removed on failure."""
-
-    def __init__(self, target: Path):
-        self._target = target
-
-    def __enter__(self) -> Path:
-        # MLX appends .safetensors to a name that does not end so, and would write beside the temporary file.
-        handle, name = tempfile.mkstemp(dir=self._target.parent, prefix=".", suffix=".safetensors")
-        os.close(handle)
-        self._temporary = Path(name)
-        return self._temporary
-
-    def __exit__(self, kind: Any, *_: Any) -> None:
-        try:
-            if kind is None:
-                self._temporary.chmod(0o644)
-                self._temporary.replace(self._target)
-        finally:
-            self._temporary.unlink(missing_ok=True)
+@contextlib.contextmanager
+def atomic_path(target: Path) -> Iterator[Path]:
+    """A temporary name beside ``target``, renamed to it on success and removed on failure."""
+    handle, name = tempfile.mkstemp(dir=target.parent, prefix=".", suffix=target.suffix)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        temporary.chmod(0o644)
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -60,39 +60,53 @@ def load_prompt_cache(
     arrays = load_tensors(path)
     try:
         layers = json.loads(header["layers"])
-        cache = [_restore(i, layer, arrays) for i, layer in enumerate(layers)]
+        states = [_state(i, layer, arrays) for i, layer in enumerate(layers)]
         user = json.loads(header["user"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise FileFormatError(f"{path}: damaged prompt cache ({error!r})") from None
-    _check_fit(path, cache, model)
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise FileFormatError(f"{path}: damaged prompt cache ({str(error)[:80]!r})") from None
+    _check_fit(path, states, model)
+    cache = [_CLASSES[name].from_state(values) for name, values in states]
     mx.eval(list(arrays.values()))
     return (cache, user) if return_metadata else cache
 
 
-def _restore(i: int, layer: dict[str, Any], arrays: Mapping[str, mx.array]) -> LayerCache:
-    cls = _CLASSES[layer["class"]]
-    state = [layer[field] if field in layer else arrays.get(f"{i}.{field}") for field in cls.FIELDS]
-    return cls.from_state(state)
+def _state(i: int, layer: Mapping[str, Any], arrays: Mapping[str, mx.array]) -> tuple[str, list[Any]]:
+    """(class, values of its fields) of one layer: numbers from the header, arrays from the file."""
+    fields = _CLASSES[layer["class"]].FIELDS
+    return layer["class"], [layer[field] if field in layer else arrays.get(f"{i}.{field}") for field in fields]
 
 
-def _check_fit(path: Path, cache: Sequence[LayerCache], model: Model) -> None:
-    """Compare with a cache of one token that the model itself fills."""
+def _check_fit(path: Path, states: Sequence[tuple[str, list[Any]]], model: Model) -> None:
+    """Compare with a cache of one token that the model itself fills, whatever the number of tokens."""
     probe = model.make_cache()
     model(mx.zeros((1, 1), dtype=mx.int32), cache=probe)
-    fits = len(cache) == len(probe) and all(
-        type(a) is type(b) and _shape(a) == _shape(b) for a, b in zip(cache, probe, strict=False)
-    )
-    if not fits:
+    tokens = states[0][1][0] if states else None  # "offset" is the first field of every class
+    if type(tokens) is not int or not 0 < tokens < 1 << 31:
+        raise FileFormatError(f"{path}: damaged prompt cache (it holds {str(tokens)[:40]} tokens)")
+    found = [(name, [_described(value) for value in values]) for name, values in states]
+    if found != [(type(layer).__name__, _expected(layer, tokens)) for layer in probe]:
         raise FileFormatError(f"{path}: this prompt cache was made by another model or in another dtype")
 
 
-def _shape(cache: LayerCache) -> list[Any]:
-    """What two caches of one model have in common, whatever their length."""
-    out: list[Any] = []
-    for field, value in zip(cache.FIELDS, cache.state, strict=True):
-        if isinstance(value, mx.array) and field != "blocks":
-            sequence_axis = 2 if field in ("keys", "values") else None
-            out.append((field, value.dtype, tuple(n for axis, n in enumerate(value.shape) if axis != sequence_axis)))
-        elif field in ("ratio", "lengths"):
-            out.append((field, list(value) if field == "lengths" else value))
-    return out
+def _expected(probe: LayerCache, tokens: int) -> list[Any]:
+    """``_described`` fields of a layer that has seen ``tokens`` tokens, from one that has seen one."""
+    values = dict(zip(probe.FIELDS, probe.state, strict=True))
+    out = {field: _described(value) for field, value in values.items()}
+    out["offset"] = _described(tokens)
+    if isinstance(probe, SparseCache):
+        for field in ("keys", "values"):
+            B, heads, _, D = values[field].shape
+            out[field] = (str(values[field].dtype), (B, heads, tokens, D))
+        B, _, D = values["raw"].shape
+        blocks = tokens // probe.ratio
+        out["blocks"] = (str(values["raw"].dtype), (B, blocks, D)) if blocks else _described(None)
+    return list(out.values())
+
+
+def _described(value: Any) -> tuple[str, Any]:
+    """Type and shape of an array, type and value of anything else."""
+    if isinstance(value, mx.array):
+        return str(value.dtype), tuple(value.shape)
+    if isinstance(value, (list, tuple)):
+        return "list", [_described(item) for item in value]
+    return type(value).__name__, value

@@ -18,7 +18,7 @@ def _inputs(B: int, T: int, H: int, Dk: int, Dv: int, seed: int = 0, same_keys: 
     v = rng.standard_normal((B, T, H, Dv))
     g = -rng.exponential(0.05 if same_keys else 1.0, (B, T, H))
     beta = np.full((B, T, H), 0.99) if same_keys else rng.random((B, T, H))
-    state = rng.standard_normal((B, H, Dk, Dv))
+    state = rng.standard_normal((B, H, Dv, Dk))
     return [x.astype(np.float32) for x in (q, k, v, g, beta, state)]
 
 
@@ -28,8 +28,8 @@ def _naive(q, k, v, g, beta, state):
     out = np.zeros_like(v)
     for b, t, h in np.ndindex(*g.shape):
         S = state[b, h] * np.exp(g[b, t, h])
-        S = S + np.outer(k[b, t, h], beta[b, t, h] * (v[b, t, h] - S.T @ k[b, t, h]))
-        state[b, h], out[b, t, h] = S, S.T @ q[b, t, h]
+        S = S + np.outer(beta[b, t, h] * (v[b, t, h] - S @ k[b, t, h]), k[b, t, h])
+        state[b, h], out[b, t, h] = S, S @ q[b, t, h]
     return out, state
 
 

@@ -55,7 +55,7 @@ class GatedDeltaNet(nn.Module):
         """x [B, T, H] -> [B, T, H]; advances the cache by T tokens."""
         B, T, _ = x.shape
         inputs = self.in_proj_qkv(x)
-        history, state = cache.start(inputs, (self._value_heads, self._dk, self._dv))
+        history, state = cache.start(inputs, (self._value_heads, self._dv, self._dk))
         q, k, v = self._heads(nn.silu(causal_conv(inputs, history, self.conv1d.weight)))
         g, beta = self._gates(x)
         if T <= WINDOW:
