@@ -1,5 +1,28 @@
-"""Expert routing: from router logits to expert ids and mixing weights."""
+"""Expert routing: from router logits to expert ids, mixing weights, slot words and misses."""
 
-from custom_kernels.moce_route.reference import naive_route as moce_route
+from __future__ import annotations
 
-__all__ = ["moce_route"]
+import mlx.core as mx
+
+from custom_kernels.dispatch import choose
+from custom_kernels.moce_route.kernel import moce_route_kernel, supports
+from custom_kernels.moce_route.reference import NO_SLOT, Policy, Routing, naive_moce_route
+from custom_kernels.moce_route.reference import naive_route as plain_route
+
+__all__ = ["NO_SLOT", "Policy", "Routing", "moce_route", "plain_route"]
+
+
+def moce_route(
+    logits: mx.array, words: mx.array, top_k: int, policy: Policy | None = None, normalize: bool = True
+) -> Routing:
+    """Route a window of tokens with knowledge of what is in memory; see ``naive_moce_route``, which defines it.
+
+    Args:
+        logits: [T, E], any float type. words: [E] uint32 slot words, NO_SLOT for experts not in memory.
+        top_k: experts per token. policy: default the plain router. normalize: weights sum to one.
+    """
+    policy = policy or Policy(max_rank=max(top_k, 1))
+    backend = choose("moce_route").backend
+    if backend == "reference" or not supports(*logits.shape, top_k, policy):
+        return naive_moce_route(logits, words, top_k, policy, normalize)
+    return moce_route_kernel(backend, logits, words, top_k, policy, normalize)

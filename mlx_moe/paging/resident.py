@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import mlx.nn as nn
 
-from custom_kernels.moce_route import moce_route
+from custom_kernels.moce_route import plain_route
 from mlx_moe.config import ModelConfig
 from mlx_moe.models.layers import WINDOW, Embedding, ExpertLinear
 from mlx_moe.paging.ngram import NgramHash
@@ -49,7 +49,7 @@ class ResidentExperts(nn.Module):
         self, layer: int, x: mx.array, logits: mx.array, also: tuple[mx.array, ...] = (), phase: str = "decode"
     ) -> mx.array:
         """See ExpertSource. Windows run expert by expert of each token; prompts sorted by expert."""
-        ids, weights = moce_route(logits, self._top_k, self._normalize)
+        ids, weights = plain_route(logits, self._top_k, self._normalize)
         weights = weights.astype(x.dtype)
         run = self._each if phase == "decode" else self._sorted
         y = run(self.layers[layer], x, ids)
