@@ -213,7 +213,7 @@ class LinearCache(LayerCache):
         if keep < self.window:
             state, left = self._base, keep
             for log in self._logs:
-                taken = min(left, log[0].shape[1])
+                taken = min(left, log.k.shape[1])
                 state, left = gdn_commit(state, log, taken), left - taken
             self.recurrent = state
         self._base, self._logs = None, []

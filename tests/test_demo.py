@@ -142,7 +142,8 @@ def _bits_per_byte(model, tokenizer, text: str) -> float:
 @pytest.mark.parametrize(
     ("text", "limit"),
     [
-        ("import os\nimport sys\n\n\ndef main():\n    parser = argparse.ArgumentParser()\n    args = parser.parse_args()\n", 1.6),
+        ("import os\nimport sys\n\n\ndef main():\n    parser = argparse.ArgumentParser()\n"
+         "    args = parser.parse_args()\n", 1.6),
         ("It is a truth universally acknowledged, that a single man in possession of a good fortune must be in want"
          " of a wife.", 2.2),
         ("This function returns a list of the names of the files in the directory given by the path argument.", 1.8),

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+from checkpoints import tiny_config
 
 MERGES = """th he in er an re on at en nd ti es or te of ed is it al ar st to nt""".split()  # noqa: SIM905
 SPECIAL = ("<think>", "</think>", "<|im_start|>", "<|im_end|>", "<|a|>", "<|b|>", "<|c|>", "<|endoftext|>")
@@ -18,6 +21,18 @@ TEMPLATE = """\
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% if enable_thinking %}<think>{% endif %}{% if greeting is defined %}{{ greeting }}{% endif %}{% endif %}"""
 """Whole turns as they are; ``enable_thinking`` opens a block (mlx-lm sets it by default), ``greeting`` adds a text."""
+
+
+def short_config(**changes: Any) -> dict[str, Any]:
+    """A configuration of two layers, one of each kind, for tests that generate much."""
+    return tiny_config(
+        **{
+            "num_hidden_layers": 2,
+            "layer_types": ["linear_attention", "full_attention"],
+            "ple_layer_ids": [1],
+            **changes,
+        }
+    )
 
 
 def tiny_tokenizer(template: str | None = None, bos: bool = False) -> PreTrainedTokenizerFast:

@@ -1,127 +1,139 @@
-"""The gated delta rule in mx ops, float32 throughout.
+"""One Gated DeltaNet layer between its projections, in mx ops: what ``gdn_step`` and ``gdn_prefill`` compute.
 
-Per value head, with state S [Dv, Dk], key k, query q [Dk], value v [Dv], decay a = exp(g), write strength beta:
-
-    S <- a S;   d = beta (v - S k);   S <- S + d k^T;   o = S q
-
-("Gated Delta Networks: Improving Mamba2 with Delta Rule", arXiv 2412.06464, equation 10; the chunked form follows its
-section 3.3.) Shapes here: B rows, T tokens, H value heads; keys and queries are already repeated to H heads.
+Causal convolution and silu over [q | k | v]; q and k divided by their L2 norm, q by sqrt(Dk) too; decay
+g = -exp(A_log) softplus(a + dt_bias) and write strength beta = sigmoid(b) in float32; the gated delta rule (rule.py);
+RMSNorm over each head, times its weight, times the activation of z.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import NamedTuple
+
 import mlx.core as mx
 
-CHUNK = 64
-"""Tokens per chunk of the prefill form: a power of two, so that the triangular inverse halves evenly."""
+from custom_kernels.gdn_step.rule import chunked_delta_rule, naive_delta_rule, replay
 
-StepLog = tuple[mx.array, mx.array, mx.array]
-"""Per token of a window: key [B, T, H, Dk], delta d [B, T, H, Dv], decay a [B, T, H]; float32."""
+L2_EPS = 1e-6
 
 
-def naive_gdn_step(
-    q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, state: mx.array
-) -> tuple[mx.array, mx.array, StepLog]:
-    """Advance the state by a short window, token by token; a token's result does not depend on the window's length.
+@dataclass(frozen=True)
+class Spec:
+    """Sizes and choices of a layer."""
 
-    Args:
-        q, k: [B, T, H, Dk] float32, normalised and scaled.
-        v: [B, T, H, Dv] float32.
-        g, beta: [B, T, H] float32; g is the logarithm of the decay.
-        state: [B, H, Dv, Dk] float32; left as it is.
+    key_heads: int
+    value_heads: int
+    dk: int
+    dv: int
+    gate: str = "sigmoid"  # activation of z: "sigmoid" or "silu"
+    tiled: bool = False  # value head j uses key head j mod key_heads (GGUF order) instead of j // (value / key heads)
+    eps: float = 1e-6
+
+    @property
+    def channels(self) -> int:
+        """Width of [q | k | v]."""
+        return 2 * self.key_heads * self.dk + self.value_heads * self.dv
+
+
+class Inputs(NamedTuple):
+    """A window's projections and the states before it."""
+
+    qkv: mx.array  # [B, T, channels]
+    z: mx.array  # [B, T, Hv * Dv]
+    a: mx.array  # [B, T, Hv]
+    b: mx.array  # [B, T, Hv]
+    history: mx.array  # [B, K - 1, channels], the convolution's inputs before qkv; zeros at the start
+    state: mx.array  # [B, Hv, Dv, Dk] float32
+
+
+class Weights(NamedTuple):
+    """A layer's small weights."""
+
+    conv: mx.array  # [channels, K]; the last tap multiplies the present position
+    a_log: mx.array  # [Hv]
+    dt_bias: mx.array  # [Hv]
+    norm: mx.array  # [Dv]
+
+
+class StepLog(NamedTuple):
+    """What replaying a prefix of a window needs, float32."""
+
+    k: mx.array  # [B, T, Hv, Dk], normalised, each value head's own
+    delta: mx.array  # [B, T, Hv, Dv]
+    g: mx.array  # [B, T, Hv]
+
+
+def naive_gdn_step(inputs: Inputs, weights: Weights, spec: Spec) -> tuple[mx.array, mx.array, StepLog]:
+    """A short window, token by token; a token's result does not depend on the window's length.
 
     Returns:
-        outputs [B, T, H, Dv], the last state, and the log from which ``naive_gdn_commit`` replays a prefix.
+        outputs [B, T, Hv * Dv] in z's type, the last state [B, Hv, Dv, Dk] float32, and the log of the window.
     """
-    decay = mx.exp(g)
-    outputs, deltas = [], []
-    for t in range(q.shape[1]):
-        key = k[:, t, :, None]
-        state = state * decay[:, t, :, None, None]
-        seen = (state * key).sum(axis=-1)
-        delta = beta[:, t, :, None] * (v[:, t] - seen)
-        state = state + delta[..., None] * key
-        outputs.append((state * q[:, t, :, None]).sum(axis=-1))
-        deltas.append(delta)
-    return mx.stack(outputs, axis=1), state, (k, mx.stack(deltas, axis=1), decay)
+    q, k, v, g, beta = _prepare(inputs, weights, spec)
+    out, state, deltas = naive_delta_rule(q, k, v, g, beta, inputs.state)
+    return _gated_norm(out, inputs.z, weights.norm, spec), state, StepLog(k, deltas, g)
 
 
 def naive_gdn_commit(state: mx.array, log: StepLog, keep: int) -> mx.array:
     """The state after the first ``keep`` tokens of a logged window, bit-equal to having stepped only those.
 
     Args:
-        state: [B, H, Dv, Dk] float32, before the window.
+        state: [B, Hv, Dv, Dk] float32, before the window.
         log: what ``naive_gdn_step`` returned.
         keep: tokens to keep, 0 to T.
     """
-    keys, deltas, decay = log
-    for t in range(keep):
-        state = state * decay[:, t, :, None, None]
-        state = state + deltas[:, t, :, :, None] * keys[:, t, :, None]
-    return state
+    return replay(state, log.k, log.delta, log.g, keep)
 
 
-def chunked_delta_rule(
-    q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, state: mx.array
-) -> tuple[mx.array, mx.array]:
-    """The same rule for long prompts: matrix products inside chunks of 64 tokens, a short loop over the chunks.
+def gdn_prefill(inputs: Inputs, weights: Weights, spec: Spec) -> tuple[mx.array, mx.array]:
+    """The same for many tokens at once, by chunks; agrees with stepping up to rounding.
 
-    Arguments as for ``naive_gdn_step``; returns outputs [B, T, H, Dv] and the last state. Agrees with the stepped form
-    up to rounding. Within a chunk the deltas solve (I + A) D = beta (V - decayed K S) with A strictly lower
-    triangular; (I + A)^-1 is built by halving, which is as stable as substitution and needs no loop over tokens.
+    Returns:
+        outputs [B, T, Hv * Dv] in z's type and the last state.
     """
-    T = v.shape[1]
-    chunks = -(-T // CHUNK)
-    q, k, v, g, beta = (_to_chunks(x, chunks) for x in (q, k, v, g, beta))
-    g = mx.cumsum(g, axis=-1)  # [B, H, N, C]
-    lower = mx.tril(mx.ones((CHUNK, CHUNK), dtype=mx.bool_))
-    decay = mx.exp(mx.where(lower, g[..., :, None] - g[..., None, :], -mx.inf))
-    scaled = k * beta[..., None]
-    inner = mx.tril((scaled @ k.swapaxes(-1, -2)) * decay, k=-1)
-    inverse = _unit_lower_inverse(inner)
-    writes = inverse @ (v * beta[..., None])
-    reads = inverse @ (scaled * mx.exp(g)[..., None])
-    scores = (q @ k.swapaxes(-1, -2)) * decay
-    q = q * mx.exp(g)[..., None]
-    last = g[..., -1:]
-    k = k * mx.exp(last - g)[..., None]
-    carry = mx.exp(last)[..., None]
-    outputs = []
-    for n in range(chunks):
-        past = state.swapaxes(-1, -2)
-        delta = writes[:, :, n] - reads[:, :, n] @ past
-        outputs.append(q[:, :, n] @ past + scores[:, :, n] @ delta)
-        state = state * carry[:, :, n] + delta.swapaxes(-1, -2) @ k[:, :, n]
-    out = mx.concatenate(outputs, axis=2)[:, :, :T]
-    return out.transpose(0, 2, 1, 3), state
+    q, k, v, g, beta = _prepare(inputs, weights, spec)
+    out, state = chunked_delta_rule(q, k, v, g, beta, inputs.state)
+    return _gated_norm(out, inputs.z, weights.norm, spec), state
 
 
-def _to_chunks(x: mx.array, chunks: int) -> mx.array:
-    """[B, T, H, ...] -> [B, H, N, C, ...]; padding is zero, which neither decays nor writes."""
-    pad = chunks * CHUNK - x.shape[1]
-    x = mx.pad(x, [(0, 0), (0, pad)] + [(0, 0)] * (x.ndim - 2)) if pad else x
-    x = x.swapaxes(1, 2)
-    return x.reshape(x.shape[0], x.shape[1], chunks, CHUNK, *x.shape[3:])
+def _prepare(inputs: Inputs, weights: Weights, spec: Spec) -> tuple[mx.array, ...]:
+    """q, k [B, T, Hv, Dk], v [B, T, Hv, Dv], g and beta [B, T, Hv]; float32."""
+    B, T, _ = inputs.qkv.shape
+    x = _conv(inputs.qkv, inputs.history, weights.conv)
+    x = x * mx.sigmoid(x)
+    keys = spec.key_heads * spec.dk
+    q, k, v = mx.split(x, [keys, 2 * keys], axis=-1)
+    q, k = (_spread(_unit(part.reshape(B, T, spec.key_heads, spec.dk)), spec) for part in (q, k))
+    rate = mx.logaddexp(inputs.a.astype(mx.float32) + weights.dt_bias.astype(mx.float32), 0.0)
+    g = -mx.exp(weights.a_log.astype(mx.float32)) * rate
+    beta = mx.sigmoid(inputs.b.astype(mx.float32))
+    return q * spec.dk**-0.5, k, v.reshape(B, T, spec.value_heads, spec.dv), g, beta
 
 
-def _unit_lower_inverse(strict: mx.array) -> mx.array:
-    """(I + L)^-1 for strictly lower triangular L [..., C, C], C a power of two.
+def _conv(x: mx.array, history: mx.array, weight: mx.array) -> mx.array:
+    """Depthwise causal convolution in float32, summed from the oldest tap to the present one."""
+    padded = mx.concatenate([history, x], axis=1).astype(mx.float32)
+    taps = weight.astype(mx.float32)
+    T = x.shape[1]
+    out = padded[:, :T] * taps[:, 0]
+    for i in range(1, weight.shape[1]):
+        out = out + padded[:, i : i + T] * taps[:, i]
+    return out
 
-    [[P, 0], [Q, R]]^-1 = [[P^-1, 0], [-R^-1 Q P^-1, R^-1]], from blocks of one up to C, all blocks of a level at once.
-    """
-    size = strict.shape[-1]
-    lead = strict.shape[:-2]
-    blocks = mx.ones((*lead, size, 1, 1), dtype=strict.dtype)  # inverses of the diagonal blocks, [..., number, w, w]
-    width = 1
-    while width < size:
-        pairs = size // (2 * width)
-        tiles = strict.reshape(*lead, pairs, 2, width, pairs, 2, width)
-        corner = mx.stack([tiles[..., p, 1, :, p, 0, :] for p in range(pairs)], axis=-3)  # Q of every pair
-        blocks = blocks.reshape(*lead, pairs, 2, width, width)
-        upper, below = blocks[..., 0, :, :], blocks[..., 1, :, :]
-        corner = -(below @ corner @ upper)
-        top = mx.concatenate([upper, mx.zeros_like(upper)], axis=-1)
-        bottom = mx.concatenate([corner, below], axis=-1)
-        blocks = mx.concatenate([top, bottom], axis=-2)
-        width *= 2
-    return blocks.reshape(*lead, size, size)
+
+def _unit(x: mx.array) -> mx.array:
+    return x * mx.rsqrt((x * x).sum(axis=-1, keepdims=True) + L2_EPS)
+
+
+def _spread(x: mx.array, spec: Spec) -> mx.array:
+    """[B, T, Hk, D] -> [B, T, Hv, D]: every value head's key head."""
+    ratio = spec.value_heads // spec.key_heads
+    return mx.tile(x, (1, 1, ratio, 1)) if spec.tiled else mx.repeat(x, ratio, axis=2)
+
+
+def _gated_norm(o: mx.array, z: mx.array, weight: mx.array, spec: Spec) -> mx.array:
+    """RMSNorm(o) w act(z) per head: o [B, T, Hv, Dv] float32 -> [B, T, Hv * Dv] in z's type."""
+    normed = mx.fast.rms_norm(o, weight.astype(mx.float32), spec.eps).reshape(z.shape)
+    wide = z.astype(mx.float32)
+    gate = mx.sigmoid(wide)
+    return (normed * (gate if spec.gate == "sigmoid" else wide * gate)).astype(z.dtype)

@@ -95,7 +95,8 @@ def write_checkpoint(folder: str | Path, tensors: Mapping[str, mx.array], config
 @contextlib.contextmanager
 def atomic_path(target: Path) -> Iterator[Path]:
     """A temporary name beside ``target``, renamed to it on success and removed on failure."""
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=".", suffix=target.suffix)
+    # MLX appends .safetensors to a name that does not end so, and would write beside the temporary file.
+    handle, name = tempfile.mkstemp(dir=target.parent, prefix=".", suffix=".safetensors")
     os.close(handle)
     temporary = Path(name)
     try:

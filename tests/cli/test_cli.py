@@ -15,19 +15,21 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from checkpoints import random_weights, tiny_config, write
-from mlx_lm.sample_utils import make_sampler
-from tiny_tokenizer import TEMPLATE, THINK, save_tokenizer
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import mlx_moe
+from checkpoints import random_weights, write
 from mlx_moe import load
 from mlx_moe.cli import VERBS, main, options, session
 from mlx_moe.cli.chat import HELP, Conversation
 from mlx_moe.sampling import ANSWERING, THINKING, Sampling, chat_sampling
+from tiny_tokenizer import END_THINK, TEMPLATE, THINK, save_tokenizer, short_config
 
 REFUSED = [flag for flag, *_ in options._REFUSED]
 TEXT = "then the rest of it"
-COUNT = "8"
+COUNT = "7"
+PLAIN: list[Any] = []
+"""The result of generating after TEXT without any option, once it is known."""
 
 
 @dataclass
@@ -57,15 +59,15 @@ class Result:
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory) -> Path:
     """A model whose tokenizer has a chat template and thinking tokens."""
-    raw = tiny_config()
-    return save_tokenizer(write(tmp_path_factory.mktemp("chat"), raw, random_weights(raw, seed=2)), TEMPLATE)
+    raw = short_config()
+    return save_tokenizer(write(tmp_path_factory.mktemp("chat"), raw, random_weights(raw, seed=7)), TEMPLATE)
 
 
 @pytest.fixture(scope="session")
 def bare(tmp_path_factory) -> Path:
     """The same model without a template."""
-    raw = tiny_config()
-    return save_tokenizer(write(tmp_path_factory.mktemp("bare"), raw, random_weights(raw, seed=2)))
+    raw = short_config()
+    return save_tokenizer(write(tmp_path_factory.mktemp("bare"), raw, random_weights(raw, seed=7)))
 
 
 @pytest.fixture
@@ -91,8 +93,12 @@ def write_text(run, bare):
     """Generate from the model without a template."""
 
     def call(*argv: Any, prompt: str = TEXT, **kwargs: Any) -> Result:
+        if not argv and prompt == TEXT and not kwargs and PLAIN:
+            return PLAIN[0]
         result = run("generate", "--model", bare, "-m", COUNT, "-p", prompt, *argv, **kwargs)
         assert result.status == 0, result.err
+        if not argv and prompt == TEXT:
+            PLAIN.append(result)
         return result
 
     return call
@@ -578,7 +584,7 @@ def test_the_hint_on_stopping_inside_a_thinking_block(run, folder, prompt, insid
 
 
 def test_the_hint_counts_what_was_written(run, folder):
-    """A block that the model closes itself is no reason for the hint."""
+    """With whole turns of the template."""
     tokenizer = load(folder)[1]
     assert session.inside_thinking(tokenizer, [5, THINK, 6])
     assert not session.inside_thinking(tokenizer, [5, THINK, 6, THINK + 1, 7])
@@ -587,6 +593,18 @@ def test_the_hint_counts_what_was_written(run, folder):
         "generate", "--model", folder, "-p", TEXT, "-m", 3, "--chat-template-config", '{"enable_thinking": false}'
     )
     assert "Hint" in on.err and off.err == ""
+
+
+@pytest.mark.parametrize(
+    ("prompt", "written", "inside"), [("<think> at", END_THINK, False), ("at", THINK, True), ("<think> at", 65, True)]
+)
+def test_the_hint_on_blocks_that_the_model_opens_and_closes(run, folder, monkeypatch, prompt, written, inside):
+    module = sys.modules["mlx_moe.generate"]
+    original = module.stream_generate
+    force = make_logits_processors(logit_bias={written: 1e4})
+    monkeypatch.setattr(module, "stream_generate", lambda *a, **k: original(*a, **k, logits_processors=force))
+    result = run("generate", "--model", folder, "--ignore-chat-template", "-p", prompt, "-m", 2)
+    assert ("Hint" in result.err) == inside
 
 
 # Ctrl-C
@@ -680,8 +698,8 @@ def test_cache_files_of_any_name(run, bare, write_text, tmp_path, name):
 
 
 def test_a_cached_prompt_is_continued_without_another_start_token(run, tmp_path):
-    raw = tiny_config()
-    folder = save_tokenizer(write(tmp_path / "m", raw, random_weights(raw, seed=2)), bos=True)
+    raw = short_config()
+    folder = save_tokenizer(write(tmp_path / "m", raw, random_weights(raw, seed=7)), bos=True)
     path = tmp_path / "c.safetensors"
     run("cache-prompt", "--model", folder, "-p", "then the rest", "--prompt-cache-file", path)
     call = ("generate", "--model", folder, "-m", COUNT)
@@ -713,8 +731,11 @@ def test_damaged_cache_files(run, bare, cache_file, tmp_path):
 
 
 def test_cache_files_of_another_model(run, bare, cache_file, tmp_path):
-    for name, changes in (("deep", {"num_hidden_layers": 5}), ("heads", {"num_key_value_heads": 4})):
-        raw = tiny_config(**changes)
+    for name, changes in (
+        ("deep", {"num_hidden_layers": 3, "layer_types": None}),
+        ("heads", {"num_key_value_heads": 4}),
+    ):
+        raw = short_config(**changes)
         other = save_tokenizer(write(tmp_path / name, raw, random_weights(raw)))
         assert_refused(run("generate", "--model", other, "--prompt-cache-file", cache_file), "another model")
     result = run("generate", "--model", bare, "--dtype", "bfloat16", "--prompt-cache-file", cache_file)

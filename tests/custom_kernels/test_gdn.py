@@ -1,4 +1,4 @@
-"""The delta rule: stepped against plain NumPy, chunked against stepped, logs against states."""
+"""Gated DeltaNet: the rule and the whole op against plain NumPy, chunks against steps, logs against states."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from custom_kernels.gdn_step import gdn_commit, gdn_prefill, gdn_step
+from custom_kernels.gdn_step import Inputs, Spec, Weights, gdn_commit, gdn_prefill, gdn_step
+from custom_kernels.gdn_step.rule import chunked_delta_rule, naive_delta_rule
 
 
-def _inputs(B: int, T: int, H: int, Dk: int, Dv: int, seed: int = 0, same_keys: bool = False):
+def _rule_inputs(B: int, T: int, H: int, Dk: int, Dv: int, seed: int = 0, same_keys: bool = False):
     rng = np.random.default_rng(seed)
     q, k = rng.standard_normal((2, B, T, H, Dk))
     if same_keys:
@@ -22,7 +23,7 @@ def _inputs(B: int, T: int, H: int, Dk: int, Dv: int, seed: int = 0, same_keys: 
     return [x.astype(np.float32) for x in (q, k, v, g, beta, state)]
 
 
-def _naive(q, k, v, g, beta, state):
+def _plain_rule(q, k, v, g, beta, state):
     """One head and token at a time, float64."""
     q, k, v, g, beta, state = (x.astype(np.float64) for x in (q, k, v, g, beta, state))
     out = np.zeros_like(v)
@@ -34,10 +35,10 @@ def _naive(q, k, v, g, beta, state):
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1, 8, 8), (2, 8, 3, 16, 24), (1, 5, 4, 24, 8)])
-def test_step_is_the_formula(shape):
-    arrays = _inputs(*shape)
-    want, last = _naive(*arrays)
-    out, state, _ = gdn_step(*map(mx.array, arrays))
+def test_steps_are_the_formula(shape):
+    arrays = _rule_inputs(*shape)
+    want, last = _plain_rule(*arrays)
+    out, state, _ = naive_delta_rule(*map(mx.array, arrays))
     assert np.allclose(np.array(out), want, atol=1e-5)
     assert np.allclose(np.array(state), last, atol=1e-5)
 
@@ -46,26 +47,109 @@ def test_step_is_the_formula(shape):
 @pytest.mark.parametrize("same_keys", [False, True])
 def test_chunks_are_the_formula(T, same_keys):
     """Also with one key throughout, no decay and full writes, where a power series of the inverse would explode."""
-    arrays = _inputs(2, T, 3, 16, 24, seed=T, same_keys=same_keys)
-    want, last = _naive(*arrays)
-    out, state = gdn_prefill(*map(mx.array, arrays))
+    arrays = _rule_inputs(2, T, 3, 16, 24, seed=T, same_keys=same_keys)
+    want, last = _plain_rule(*arrays)
+    out, state = chunked_delta_rule(*map(mx.array, arrays))
     scale = np.abs(want).max()
     assert np.abs(np.array(out) - want).max() < 2e-5 * scale, f"outputs, {T} tokens"
     assert np.abs(np.array(state) - last).max() < 2e-5 * np.abs(last).max(), f"state, {T} tokens"
 
 
 def test_strong_decay_does_not_overflow():
-    q, k, v, g, beta, state = _inputs(1, 130, 2, 8, 8)
-    out, last = gdn_prefill(*map(mx.array, (q, k, v, g * 200, beta, state)))
+    q, k, v, g, beta, state = _rule_inputs(1, 130, 2, 8, 8)
+    out, last = chunked_delta_rule(*map(mx.array, (q, k, v, g * 200, beta, state)))
     assert np.isfinite(np.array(out)).all() and np.isfinite(np.array(last)).all()
 
 
+SPECS = [
+    Spec(key_heads=2, value_heads=6, dk=32, dv=32),
+    Spec(key_heads=2, value_heads=6, dk=32, dv=32, tiled=True),
+    Spec(key_heads=1, value_heads=3, dk=24, dv=40, gate="silu"),
+    Spec(key_heads=4, value_heads=4, dk=128, dv=128),
+    Spec(key_heads=2, value_heads=4, dk=40, dv=16, gate="silu", tiled=True, eps=1e-5),
+]
+
+
+def op_inputs(spec: Spec, B: int, T: int, taps: int = 4, seed: int = 0, dtype: mx.Dtype = mx.float32):
+    """Random inputs and weights of the op; activations in ``dtype``."""
+    rng = np.random.default_rng(seed)
+    hv, width = spec.value_heads, spec.value_heads * spec.dv
+
+    def draw(*shape: int, scale: float = 1.0, kind: mx.Dtype = dtype) -> mx.array:
+        return mx.array((scale * rng.standard_normal(shape)).astype(np.float32)).astype(kind)
+
+    inputs = Inputs(
+        qkv=draw(B, T, spec.channels),
+        z=draw(B, T, width),
+        a=draw(B, T, hv),
+        b=draw(B, T, hv),
+        history=draw(B, taps - 1, spec.channels),
+        state=draw(B, hv, spec.dv, spec.dk, kind=mx.float32),
+    )
+    weights = Weights(
+        conv=draw(spec.channels, taps, scale=0.4),
+        a_log=draw(hv, kind=mx.float32),
+        dt_bias=draw(hv, kind=mx.float32),
+        norm=1 + draw(spec.dv, scale=0.2, kind=mx.float32),
+    )
+    return inputs, weights
+
+
+def plain_op(inputs: Inputs, weights: Weights, spec: Spec):
+    """The op in NumPy, float64: outputs [B, T, Hv * Dv] and the last state."""
+    f = {
+        k: np.array(v.astype(mx.float32), dtype=np.float64)
+        for k, v in {**inputs._asdict(), **weights._asdict()}.items()
+    }
+    B, T, _ = f["qkv"].shape
+    padded = np.concatenate([f["history"], f["qkv"]], axis=1)
+    K = f["conv"].shape[1]
+    x = sum(padded[:, i : i + T] * f["conv"][:, i] for i in range(K))
+    x = x / (1 + np.exp(-x))
+    keys = spec.key_heads * spec.dk
+    q, k, v = np.split(x, [keys, 2 * keys], axis=-1)
+    ratio = spec.value_heads // spec.key_heads
+    of = [j % spec.key_heads if spec.tiled else j // ratio for j in range(spec.value_heads)]
+    q, k = (p.reshape(B, T, spec.key_heads, spec.dk) for p in (q, k))
+    q, k = ((p / np.sqrt((p * p).sum(-1, keepdims=True) + 1e-6))[:, :, of] for p in (q, k))
+    g = -np.exp(f["a_log"]) * np.log1p(np.exp(f["a"] + f["dt_bias"]))
+    beta = 1 / (1 + np.exp(-f["b"]))
+    v = v.reshape(B, T, spec.value_heads, spec.dv)
+    o, state = _plain_rule(q / spec.dk**0.5, k, v, g, beta, f["state"])
+    o = o / np.sqrt((o * o).mean(-1, keepdims=True) + spec.eps) * f["norm"]
+    gate = 1 / (1 + np.exp(-f["z"]))
+    gate = gate if spec.gate == "sigmoid" else gate * f["z"]
+    return o.reshape(B, T, -1) * gate, state
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("T", [1, 3, 8])
+def test_the_whole_step(spec, T):
+    inputs, weights = op_inputs(spec, 2, T, taps=4 if T < 8 else 3)
+    want, last = plain_op(inputs, weights, spec)
+    out, state, _ = gdn_step(inputs, weights, spec)
+    assert np.abs(np.array(out) - want).max() < 1e-4 * np.abs(want).max()
+    assert np.abs(np.array(state) - last).max() < 1e-5 * np.abs(last).max()
+
+
+@pytest.mark.parametrize("spec", SPECS[:3], ids=str)
+def test_prefill_is_the_same_op(spec):
+    inputs, weights = op_inputs(spec, 1, 75)
+    want, last = plain_op(inputs, weights, spec)
+    out, state = gdn_prefill(inputs, weights, spec)
+    assert np.abs(np.array(out) - want).max() < 2e-4 * np.abs(want).max()
+    assert np.abs(np.array(state) - last).max() < 2e-5 * np.abs(last).max()
+
+
 @pytest.mark.parametrize("keep", range(9))
-def test_commit_is_bit_equal_to_stepping(keep):
-    q, k, v, g, beta, state = map(mx.array, _inputs(2, 8, 3, 16, 24))
-    _, _, log = gdn_step(q, k, v, g, beta, state)
-    want = state
+@pytest.mark.parametrize("spec", SPECS[:3], ids=str)
+def test_commit_is_bit_equal_to_stepping(spec, keep):
+    inputs, weights = op_inputs(spec, 2, 8)
+    _, _, log = gdn_step(inputs, weights, spec)
+    want, history = inputs.state, inputs.history
     for t in range(keep):
         one = slice(t, t + 1)
-        _, want, _ = gdn_step(q[:, one], k[:, one], v[:, one], g[:, one], beta[:, one], want)
-    assert mx.array_equal(gdn_commit(state, log, keep), want)
+        single = Inputs(*(part[:, one] for part in inputs[:4]), history, want)
+        _, want, _ = gdn_step(single, weights, spec)
+        history = mx.concatenate([history, inputs.qkv[:, one]], axis=1)[:, 1:]
+    assert mx.array_equal(gdn_commit(inputs.state, log, keep), want)
