@@ -9,8 +9,6 @@ for part in stream_generate(model, tokenizer, "def read_lines(path):", max_token
 from __future__ import annotations
 
 import importlib
-import sys
-import types
 from typing import Any
 
 __version__ = "0.1.0"
@@ -20,26 +18,14 @@ _EXPORTS = {
     "load_model": "mlx_moe.runtime",
     "save_model": "mlx_moe.runtime",
     "quantize_model": "mlx_moe.runtime",
-    "generate": "mlx_moe.generate",
-    "stream_generate": "mlx_moe.generate",
-    "generate_tokens": "mlx_moe.generate",
+    "generate": "mlx_moe.generation",
+    "stream_generate": "mlx_moe.generation",
+    "generate_tokens": "mlx_moe.generation",
     "save_prompt_cache": "mlx_moe.formats.prompt_cache",
     "load_prompt_cache": "mlx_moe.formats.prompt_cache",
 }
 
 __all__ = ["__version__", *_EXPORTS]
-
-
-class _Package(types.ModuleType):
-    """The function ``generate`` keeps its name when the module ``generate`` is imported after or before it."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "generate" and isinstance(value, types.ModuleType):
-            value = value.generate
-        super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:

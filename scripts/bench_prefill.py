@@ -28,7 +28,7 @@ def measure(model_path: str | None, length: int, step: int) -> dict[str, float]:
     import mlx.core as mx
 
     from mlx_moe import load
-    from mlx_moe.generate import process_prompt
+    from mlx_moe.generation import process_prompt
 
     model, tokenizer = load(model_path)
     text = library_text()

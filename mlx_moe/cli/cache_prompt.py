@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ValueError(f"--prompt-cache-file {args.prompt_cache_file}: its folder does not exist")
     from mlx_moe.cli import session
     from mlx_moe.formats.prompt_cache import save_prompt_cache
-    from mlx_moe.generate import encode_prompt, process_prompt
+    from mlx_moe.generation import encode_prompt, process_prompt
 
     text = sys.stdin.read() if args.prompt == "-" else args.prompt
     model, tokenizer, folder = session.open_model(args)

@@ -59,7 +59,7 @@ class Conversation:
     def answer(self, text: str) -> Iterator[str]:
         """Add a user's message; yields the answer piece by piece."""
         from mlx_moe.cli.session import Progress, templated
-        from mlx_moe.generate import stream_generate
+        from mlx_moe.generation import stream_generate
 
         self._messages.append({"role": "user", "content": text})
         ids = templated(self._tokenizer, self._messages, self._args.chat_template_config)

@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ValueError(f"--stats-json {args.stats_json}: its folder does not exist")
     from mlx_moe.cli import session
     from mlx_moe.formats.prompt_cache import load_prompt_cache
-    from mlx_moe.generate import print_closing_lines, stream_generate
+    from mlx_moe.generation import print_closing_lines, stream_generate
 
     text = _read_prompt(args.prompt)
     model, tokenizer, _ = session.open_model(args)
@@ -85,7 +85,7 @@ def _add_stop_tokens(tokenizer: TokenizerWrapper, names: Sequence[str]) -> None:
 
 def _prompt_ids(args: argparse.Namespace, tokenizer: TokenizerWrapper, text: str) -> list[int]:
     from mlx_moe.cli.session import templated
-    from mlx_moe.generate import encode_prompt
+    from mlx_moe.generation import encode_prompt
 
     if args.ignore_chat_template or not tokenizer.has_chat_template or args.prompt_cache_file:
         for flag in ("system_prompt", "prefill_response", "chat_template_config"):

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 DTYPES = ("float32", "bfloat16", "float16")
 _NO_IMAGES = "this runs the text model only"
 # Options of mlx-lm that cannot work here: (flag, number of values, reason). The keyword's reason is
-# mlx_moe.generate.UNSUPPORTED; it is looked up when the flag is met.
+# mlx_moe.generation.UNSUPPORTED; it is looked up when the flag is met.
 _REFUSED: tuple[tuple[str, str | None, str | None], ...] = (
     ("--kv-bits", "kv_bits", None),
     ("--kv-group-size", "kv_group_size", None),
@@ -36,7 +36,7 @@ class _Refuse(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: str | None = None) -> None:
         reason = self._reason
         if self._keyword:
-            from mlx_moe.generate import UNSUPPORTED
+            from mlx_moe.generation import UNSUPPORTED
 
             reason = UNSUPPORTED[self._keyword]
         parser.error(f"{option} cannot be used with this model: {reason}")

@@ -28,7 +28,8 @@ def open_model(args: argparse.Namespace) -> tuple[Model, TokenizerWrapper, Path]
 
 
 def sampler(args: argparse.Namespace, tokenizer: TokenizerWrapper) -> Callable[[mx.array], mx.array]:
-    """mlx-lm's sampler from the options; also sets the seed."""
+    """mlx-lm's sampler from the options; also sets the seed. Raises ValueError for a setting out of range."""
+    _check_sampling(args, len(tokenizer))
     if args.seed is not None:
         mx.random.seed(args.seed)
     special = tokenizer.encode("\n", add_special_tokens=False) + list(tokenizer.eos_token_ids)
@@ -42,6 +43,22 @@ def sampler(args: argparse.Namespace, tokenizer: TokenizerWrapper) -> Callable[[
         xtc_threshold=args.xtc_threshold,
         xtc_special_tokens=special,
     )
+
+
+def _check_sampling(args: argparse.Namespace, vocabulary: int) -> None:
+    """mlx-lm takes some of these as they are and samples nonsense, or fails in the middle of a text."""
+    allowed = {
+        "temp": (0, float("inf"), "0 or more"),
+        "top_p": (0, 1, "0 to 1"),
+        "min_p": (0, 1, "0 to 1"),
+        "top_k": (0, vocabulary - 1, f"0 to {vocabulary - 1}"),
+        "min_tokens_to_keep": (1, vocabulary, f"1 to {vocabulary}"),
+        "xtc_probability": (0, 1, "0 to 1"),
+        "xtc_threshold": (0, 0.5, "0 to 0.5"),
+    }
+    for name, (low, high, text) in allowed.items():
+        if not low <= getattr(args, name) <= high:
+            raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}; allowed: {text}")
 
 
 def templated(

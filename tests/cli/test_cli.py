@@ -599,7 +599,7 @@ def test_the_hint_counts_what_was_written(run, folder):
     ("prompt", "written", "inside"), [("<think> at", END_THINK, False), ("at", THINK, True), ("<think> at", 65, True)]
 )
 def test_the_hint_on_blocks_that_the_model_opens_and_closes(run, folder, monkeypatch, prompt, written, inside):
-    module = sys.modules["mlx_moe.generate"]
+    module = sys.modules["mlx_moe.generation"]
     original = module.stream_generate
     force = make_logits_processors(logit_bias={written: 1e4})
     monkeypatch.setattr(module, "stream_generate", lambda *a, **k: original(*a, **k, logits_processors=force))
@@ -613,7 +613,7 @@ def test_the_hint_on_blocks_that_the_model_opens_and_closes(run, folder, monkeyp
 @pytest.fixture
 def interrupted(monkeypatch):
     """Raises KeyboardInterrupt after so many tokens, as the terminal does, in the next generation only."""
-    module = sys.modules["mlx_moe.generate"]
+    module = sys.modules["mlx_moe.generation"]
     original = module.stream_generate
 
     def arrange(after: int) -> None:
@@ -909,3 +909,13 @@ def test_the_verbs_are_modules():
     for verb in VERBS:
         module = importlib.import_module(f"mlx_moe.cli.{verb.replace('-', '_')}")
         assert callable(module.main) and module.__doc__
+
+
+@pytest.mark.parametrize(
+    "setting",
+    ["--temp=-1", "--temp=nan", "--top-p=1.5", "--min-p=-0.1", "--top-k=100000", "--top-k=-1", "--min-tokens-to-keep=0",
+     "--xtc-probability=2", "--xtc-threshold=0.6"],
+)  # fmt: skip
+def test_sampling_settings_out_of_range(run, bare, setting):
+    """mlx-lm takes some of them silently and fails in mid-text at others."""
+    assert_refused(run("generate", "--model", bare, "-p", "x", setting), setting.split("=")[0], "allowed")

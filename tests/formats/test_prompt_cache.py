@@ -13,7 +13,7 @@ import pytest
 from checkpoints import random_weights, tiny_config, tokens, write
 from mlx_moe import generate_tokens, load_model, load_prompt_cache, save_prompt_cache
 from mlx_moe.formats.safetensors import FileFormatError
-from mlx_moe.generate import process_prompt
+from mlx_moe.generation import process_prompt
 
 FUZZ = 400
 IDS = tokens(30).tolist()

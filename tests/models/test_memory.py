@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import checkpoints
-from mlx_moe.generate import process_prompt
+from mlx_moe.generation import process_prompt
 from mlx_moe.runtime import load_model
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import checkpoints
 from compare import TIE, assert_close, recorded_margins, run_in_pieces
-from mlx_moe.generate import generate_tokens
+from mlx_moe.generation import generate_tokens
 from mlx_moe.runtime import load_model
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
