@@ -1,0 +1,2 @@
+#pragma once
+// bfloat math is part of msl/math.h.

@@ -1,0 +1,2 @@
+#pragma once
+// Logging from a kernel is not simulated.
