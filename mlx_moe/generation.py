@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import operator
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +21,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_moe.cache import LayerCache
 from mlx_moe.models.qwen4_exp import Model
 from mlx_moe.platform import peak_memory_gb, wired_memory
+
+logger = logging.getLogger(__name__)
 
 Sampler = Callable[[mx.array], mx.array]
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
@@ -79,7 +83,8 @@ def generate_tokens(
         prompt_progress_callback: called with (tokens done, total).
 
     Yields:
-        (id, log probabilities [V]). The next token is under way when one is yielded.
+        (id, log probabilities [V]). The next token is under way when one is yielded. A generator belongs to the thread
+        that runs it; another one may close it, and the cache is complete only if it was not closed so.
 
     Raises:
         ValueError: an empty prompt, an id outside the vocabulary, or a setting out of range.
@@ -93,6 +98,9 @@ def generate_tokens(
     )
     ids = _check_prompt(prompt, model)
     cache = model.make_cache() if prompt_cache is None else prompt_cache
+    context = model.config.max_position_embeddings
+    if cache[0].size() + ids.size > context:
+        logger.warning("the prompt ends at token %d; the model's context is %d", cache[0].size() + ids.size, context)
     return _run(ids, model, cache, options)
 
 
@@ -143,8 +151,11 @@ def _run(ids: mx.array, model: Model, cache: Sequence[LayerCache], options: _Opt
             token, logprobs = upcoming
             if count % CLEAR_EVERY == 0:
                 mx.clear_cache()
-    finally:
-        mx.eval([layer.state for layer in cache])  # complete, so that another thread can go on
+    except GeneratorExit:
+        with contextlib.suppress(RuntimeError):  # closed by another thread, which has not this one's streams
+            mx.eval([layer.state for layer in cache])
+        raise
+    mx.eval([layer.state for layer in cache])  # complete, so that another thread can go on
 
 
 def _prefill(ids: mx.array, model: Model, cache: Sequence[LayerCache], options: _Options) -> mx.array:

@@ -8,14 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from mlx_moe.formats.hub import resolve
 from mlx_moe.formats.tokenizer import load_tokenizer
-from mlx_moe.runtime import DEMO, load_model
+from mlx_moe.runtime import load_model, model_folder
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
     from mlx_moe.models.qwen4_exp import Model
+
+
+REFUSED = {
+    "adapter_path": "adapters are not supported",
+    "trust_remote_code": "code from model repositories is never run",
+}
 
 
 def load(
@@ -28,6 +33,8 @@ def load(
     *,
     dtype: mx.Dtype | None = None,
     norm_convention: str = "auto",
+    adapter_path: str | None = None,
+    trust_remote_code: bool = False,
 ) -> tuple[Model, TokenizerWrapper] | tuple[Model, TokenizerWrapper, dict[str, Any]]:
     """Load a model and its tokenizer.
 
@@ -39,6 +46,7 @@ def load(
         return_config: also return the raw contents of config.json.
         revision: of the Hub repository.
         dtype, norm_convention: see ``load_model``.
+        adapter_path, trust_remote_code: mlx-lm's, refused with the reason.
 
     Returns:
         (model, tokenizer) or (model, tokenizer, config); the tokenizer is mlx-lm's wrapper.
@@ -46,7 +54,10 @@ def load(
     Raises:
         ConfigError, FileFormatError, FileNotFoundError: each in one line that names the thing and the remedy.
     """
-    folder = DEMO if path_or_hf_repo is None else resolve(path_or_hf_repo, revision)
+    for name, value in (("adapter_path", adapter_path), ("trust_remote_code", trust_remote_code)):
+        if value:
+            raise ValueError(f"{name} cannot be used: {REFUSED[name]}")
+    folder = model_folder(path_or_hf_repo, revision)
     model, config = load_model(folder, dtype, model_config=model_config, lazy=lazy, norm_convention=norm_convention)
     tokenizer = load_tokenizer(folder, config, tokenizer_config)
     return (model, tokenizer, config) if return_config else (model, tokenizer)

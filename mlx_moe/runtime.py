@@ -61,22 +61,36 @@ def load_model(
     Raises:
         ConfigError, FileFormatError, FileNotFoundError: each in one line that names the thing and the remedy.
     """
-    folder = DEMO if path is None else resolve(path, revision)
-    raw = {**read_config(folder), **(model_config or {})}
-    config = ModelConfig.from_dict(raw)
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype}; allowed: float32, bfloat16, float16")
+    folder = model_folder(path, revision)
+    raw = {**read_config(folder), **(model_config or {})}
+    config = ModelConfig.from_dict(raw)
     checkpoint = read_checkpoint(folder)
     _report_vision(checkpoint)
     _check_hashes(checkpoint, config)
+    dtype = dtype or _default_dtype(raw, checkpoint)
     convention = raw.get("norm_convention", "auto") if norm_convention == "auto" else norm_convention
-    weights = names.sanitize(checkpoint.tensors, config, convention)
+    weights = names.sanitize(checkpoint.tensors, config, convention, dtype)
+    checkpoint.tensors.clear()  # from here on only the model holds what it needs, so memory stays near the result
     model = _build(config, any(name.startswith("mtp.") for name in weights), mtp_norm_per_stream)
-    _assign(model, weights, checkpoint, dtype or _default_dtype(raw, weights))
+    _assign(model, weights, checkpoint, dtype)
     if not lazy:
         _evaluate(model)
     model.bind()
     return model, raw
+
+
+def model_folder(path: str | Path | None, revision: str | None = None) -> Path:
+    """The local folder of a model: the package's own for None, a folder, or a Hub repository that can be run.
+
+    Of a repository config.json is fetched and checked first, so that nothing large is downloaded in vain.
+    """
+    if path is None:
+        if not (DEMO / "config.json").exists():
+            raise FileNotFoundError("this installation has no demonstration model; name a model folder or repository")
+        return DEMO
+    return resolve(path, revision, check=lambda folder: ModelConfig.from_path(folder))
 
 
 def save_model(folder: str | Path, model: Model, config: Mapping[str, Any]) -> None:
@@ -183,19 +197,19 @@ def _check_hashes(checkpoint: Checkpoint, config: ModelConfig) -> None:
             raise ConfigError(f"{name} in the file is not what seed and ngram_vocab_size_base of config.json give")
 
 
-def _default_dtype(raw: Mapping[str, Any], weights: Mapping[str, mx.array]) -> mx.Dtype:
-    stored = _file_dtype(raw, weights)
+def _default_dtype(raw: Mapping[str, Any], checkpoint: Checkpoint) -> mx.Dtype:
+    stored = _file_dtype(raw, checkpoint)
     if on_cpu() and stored != mx.float32:
         logger.info("computing in float32 on the CPU; the file holds %s", stored)
         return mx.float32
     return stored
 
 
-def _file_dtype(raw: Mapping[str, Any], weights: Mapping[str, mx.array]) -> mx.Dtype:
+def _file_dtype(raw: Mapping[str, Any], checkpoint: Checkpoint) -> mx.Dtype:
     """What the file computes in: the type of its embedding, else the one that config.json names."""
-    for name in ("model.embed_tokens.scales", "model.embed_tokens.weight"):
-        if name in weights and weights[name].dtype in DTYPES:
-            return weights[name].dtype
+    for name, tensor in checkpoint.tensors.items():
+        if name.endswith(("embed_tokens.scales", "embed_tokens.weight")) and tensor.dtype in DTYPES:
+            return tensor.dtype
     text = raw.get("text_config") or {}
     named = raw.get("dtype") or raw.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype")
     return _NAMED_DTYPES.get(str(named), mx.bfloat16)
@@ -203,12 +217,12 @@ def _file_dtype(raw: Mapping[str, Any], weights: Mapping[str, mx.array]) -> mx.D
 
 def _assign(model: Model, weights: dict[str, mx.array], checkpoint: Checkpoint, dtype: mx.Dtype) -> None:
     """Put every weight in its place, in the type to compute in; all names and shapes must fit."""
-    _expect_packing(model, weights, checkpoint)
+    _expect_packing(model, weights, checkpoint, dtype)
     _check_names(named_parameters(model), weights, checkpoint)
     _check_types(model, weights, checkpoint)
     for root, module in _roots(model):
         own = [name for name, _ in tree_flatten(module.parameters())]
-        module.load_weights([(name, _cast(root(name), weights[root(name)], dtype)) for name in own], strict=True)
+        module.load_weights([(name, _cast(root(name), weights.pop(root(name)), dtype)) for name in own], strict=True)
 
 
 def _cast(name: str, tensor: mx.array, dtype: mx.Dtype) -> mx.array:
@@ -227,7 +241,7 @@ def _compute_dtype(model: Model) -> mx.Dtype:
     return next((dtype for dtype in DTYPES if dtype in types), mx.bfloat16)
 
 
-def _expect_packing(model: Model, weights: Mapping[str, mx.array], checkpoint: Checkpoint) -> None:
+def _expect_packing(model: Model, weights: Mapping[str, mx.array], checkpoint: Checkpoint, dtype: mx.Dtype) -> None:
     """Modules whose scales are in the file expect the packed shapes; bits and group size follow from those."""
     section = model.config.quantization
     for path, module in packed_modules(model):
@@ -243,7 +257,7 @@ def _expect_packing(model: Model, weights: Mapping[str, mx.array], checkpoint: C
             raise FileFormatError(_misfit(f"{path}.scales", scales, module.weight.shape, checkpoint))
         packing = {"group_size": inputs // scales.shape[-1], "bits": 32 * packed.shape[-1] // inputs, "mode": mode}
         try:
-            module.expect(packing)
+            module.expect(packing, dtype)
         except ValueError as error:
             raise FileFormatError(f"{checkpoint.folder}: {path} cannot be unpacked as {packing} ({error})") from None
 

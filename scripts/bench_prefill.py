@@ -3,7 +3,7 @@
 usage: python scripts/bench_prefill.py [--model DIR] [--lengths 1024 2048 4096 8192 16384]
 
 Each length runs in a process of its own, so that peaks do not mix. The text is the source of Python's standard library.
-Peak memory is MLX's own count, with the weights and the buffer cache in it; growth is the part above the weights.
+Peak memory is MLX's own count of live arrays, weights included.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ usage: python scripts/eval_text.py FILE... [--model DIR] [--bytes N] [--context 
 Documents in a file are separated by NUL bytes. Each is encoded, ended by the end-of-text token and predicted in windows
 of ``context`` tokens that start ``stride`` tokens apart: a window counts the tokens that the one before it has not, so
 every token counts once, its end-of-text token too. Bits per byte divide by the bytes of the text without the NULs.
-``.xz`` files are unpacked; ``--bytes`` takes the first whole documents up to that size.
+``.xz`` files are unpacked; ``--bytes`` takes that much from the start, the last document cut.
 MTP acceptance at position 1: how often the draft of token t + 2 is the trunk's own first choice there.
 """
 
@@ -26,7 +26,8 @@ from mlx_moe import load
 
 def documents(path: Path, limit: int | None) -> list[str]:
     """The file's documents, cut to ``limit`` bytes in all."""
-    data = lzma.open(path).read() if path.suffix == ".xz" else path.read_bytes()
+    data = path.read_bytes()
+    data = lzma.decompress(data) if path.suffix == ".xz" else data
     out, used = [], 0
     for part in data.split(b"\0"):
         part = part if limit is None else part[: max(0, limit - used)]
@@ -48,7 +49,7 @@ def windows(count: int, context: int, stride: int) -> Iterator[tuple[int, int, i
 
 
 def evaluate(model, ids: list[int], eos: int, context: int, stride: int) -> tuple[float, int, int]:
-    """(nats, drafts right, drafts) over one document's ids; the first token is predicted after the end-of-text token."""
+    """(nats, drafts right, drafts) over one document's ids; the first is predicted after the end-of-text token."""
     inputs, targets = [eos, *ids], [*ids, eos]
     nats, right, drafts = 0.0, 0, 0
     for start, stop, first in windows(len(inputs), context, stride):
@@ -93,6 +94,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--stride", type=int, default=1536)
     args = parser.parse_args(argv)
+    if not 0 < args.stride <= args.context:
+        parser.error(f"--stride is {args.stride}; allowed: 1 to --context = {args.context}")
     model, tokenizer = load(args.model)
     rows = [evaluate_file(model, tokenizer, path, args) for path in args.files]
     mean = sum(row["bits_per_byte"] for row in rows) / len(rows)

@@ -29,13 +29,13 @@ class Rule:
 
 # The table and embeddings see few gradients per row, hence large rates against a spread of 1 (see `init_weights`).
 RULES = {
-    "matrix": Rule(lr=0.02, weight_decay=0.1, muon=True),
-    "embedding": Rule(lr=0.1, betas=(0.9, 0.95)),
-    "table": Rule(lr=0.1, betas=(0.9, 0.95)),
-    "head": Rule(lr=0.006, weight_decay=0.01),
-    "small": Rule(lr=0.005),
+    "matrix": Rule(lr=0.025, weight_decay=0.1, muon=True),
+    "embedding": Rule(lr=0.05),
+    "table": Rule(lr=0.1),
+    "head": Rule(lr=0.006, weight_decay=0.05),
+    "small": Rule(lr=0.01),
     # Strong decay: loaders tell (1 + w) norms from folded ones by the mean of w, which must stay near 0.
-    "norm": Rule(lr=0.005, weight_decay=0.5),
+    "norm": Rule(lr=0.008, weight_decay=0.3),
 }
 
 

@@ -21,11 +21,19 @@ from custom_kernels.portable import MAX_THREADS, Geometry, Launch, PortableKerne
 
 MAX_EXPERTS, MAX_TOP_K, MAX_RANK, MAX_TOKENS = 1024, 32, 64, 8
 
+_HEADER = r"""
+FN int ordered_(float x) {
+  const int bits = BITS(int, x + 0.0f);   // -0 becomes 0
+  return bits < 0 ? bits ^ 0x7FFFFFFF : bits;
+}
+"""
+
 _BODY = r"""
   SHARED float logit[E];
+  SHARED int order[E];          // logits as integers that sort alike, NaN included: every rank is taken once
   SHARED float best[MAXR];      // by true rank: logits, then ids
   SHARED uint best_id[MAXR];
-  SHARED float adjusted[MAXR];
+  SHARED int adjusted[MAXR];
   SHARED uint chosen[K];
   SHARED float share[K];
   SHARED float partial[8];
@@ -35,25 +43,28 @@ _BODY = r"""
   if (tid.x < 2) tally[tid.x] = 0;
   for (uint t = 0; t < TOKENS; ++t) {
     BARRIER();
-    for (uint e = tid.x; e < E; e += 256) logit[e] = float(logits[t * E + e]) + 0.0f;
+    for (uint e = tid.x; e < E; e += 256) {
+      logit[e] = float(logits[t * E + e]);
+      order[e] = ordered_(logit[e]);
+    }
     BARRIER();
     for (uint e = tid.x; e < E; e += 256) {
-      const float mine = logit[e];
+      const int mine = order[e];
       uint rank = 0;
-      for (uint o = 0; o < E; ++o) rank += (logit[o] > mine || (logit[o] == mine && o < e)) ? 1 : 0;
+      for (uint o = 0; o < E; ++o) rank += (order[o] > mine || (order[o] == mine && o < e)) ? 1 : 0;
       if (rank < MAXR) {
-        best[rank] = mine;
+        best[rank] = logit[e];
         best_id[rank] = e;
       }
     }
     BARRIER();
     if (tid.x < MAXR) {
       const bool resident = words[best_id[tid.x]] != 0xFFFFFFFFu;
-      adjusted[tid.x] = best[tid.x] + (resident ? bonus[0] : 0.0f);
+      adjusted[tid.x] = ordered_(best[tid.x] + (resident ? bonus[0] : 0.0f));
     }
     BARRIER();
     if (tid.x < MAXR) {
-      const float mine = adjusted[tid.x];
+      const int mine = adjusted[tid.x];
       uint place = 0;
       for (uint o = 0; o < MAXR; ++o) {
         const bool better = adjusted[o] > mine || (adjusted[o] == mine && o < tid.x);
@@ -103,7 +114,7 @@ _BODY = r"""
 """
 
 MOCE_ROUTE = PortableKernel(
-    "moce_route", ["logits", "words", "bonus"], ["ids", "weights", "slots", "misses", "counts"], _BODY
+    "moce_route", ["logits", "words", "bonus"], ["ids", "weights", "slots", "misses", "counts"], _BODY, _HEADER
 )
 
 

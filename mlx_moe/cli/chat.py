@@ -83,7 +83,7 @@ class Conversation:
                 yield part.text
         finally:
             self._messages.append({"role": "assistant", "content": "".join(parts)})
-            if self._cache[0].size() != len(self._seen):  # stopped in mid-prompt
+            if any(layer.size() != len(self._seen) for layer in self._cache):  # stopped in mid-prompt or mid-pass
                 self._cache, self._seen = self._model.make_cache(), []
 
 

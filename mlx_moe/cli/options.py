@@ -21,6 +21,7 @@ _REFUSED: tuple[tuple[str, str | None, str | None], ...] = (
     ("--adapter-path", "adapter_path", None),
     ("--image", None, _NO_IMAGES),
     ("--trust-remote-code", None, "code from model repositories is never run"),
+    ("--use-default-chat-template", None, "there is no default template; the tokenizer's own is used where it has one"),
     ("--quantize-activations", None, "activations stay unquantised"),
     ("-qa", None, "activations stay unquantised"),
 )

@@ -13,15 +13,14 @@ from huggingface_hub.utils import tqdm
 from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_moe.formats.hub import resolve
 from mlx_moe.loading import load
 from mlx_moe.models.qwen4_exp import Model
-from mlx_moe.runtime import DEMO
+from mlx_moe.runtime import model_folder
 
 
 def open_model(args: argparse.Namespace) -> tuple[Model, TokenizerWrapper, Path]:
     """Model, tokenizer and folder for --model and --dtype."""
-    folder = DEMO if args.model is None else resolve(args.model)
+    folder = model_folder(args.model)
     dtype = getattr(mx, args.dtype) if args.dtype else None
     model, tokenizer = load(folder, dtype=dtype)
     return model, tokenizer, folder

@@ -15,6 +15,8 @@ from mlx_moe.formats.safetensors import FileFormatError, load_tensors, read_head
 from mlx_moe.models.qwen4_exp import Model
 
 FORMAT_VERSION = 1
+MAX_ROWS = 1024
+"""Sequences that one cache may hold: bounds what a damaged file can make the check allocate."""
 _CLASSES = {cls.__name__: cls for cls in (LinearCache, SparseCache)}
 
 
@@ -79,13 +81,19 @@ def _state(i: int, layer: Mapping[str, Any], arrays: Mapping[str, mx.array]) -> 
 def _check_fit(path: Path, states: Sequence[tuple[str, list[Any]]], model: Model) -> None:
     """Compare with a cache of one token that the model itself fills, whatever the number of tokens."""
     probe = model.make_cache()
-    model(mx.zeros((1, 1), dtype=mx.int32), cache=probe)
+    model(mx.zeros((_rows(states), 1), dtype=mx.int32), cache=probe)
     tokens = states[0][1][0] if states else None  # "offset" is the first field of every class
     if type(tokens) is not int or not 0 < tokens < 1 << 31:
         raise FileFormatError(f"{path}: damaged prompt cache (it holds {str(tokens)[:40]} tokens)")
     found = [(name, [_described(value) for value in values]) for name, values in states]
     if found != [(type(layer).__name__, _expected(layer, tokens)) for layer in probe]:
         raise FileFormatError(f"{path}: this prompt cache was made by another model or in another dtype")
+
+
+def _rows(states: Sequence[tuple[str, list[Any]]]) -> int:
+    """Sequences in the cache, by its first array."""
+    arrays = [value for _, values in states for value in values if isinstance(value, mx.array) and value.ndim > 1]
+    return min(max(arrays[0].shape[0], 1), MAX_ROWS) if arrays else 1
 
 
 def _expected(probe: LayerCache, tokens: int) -> list[Any]:

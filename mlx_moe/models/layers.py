@@ -39,6 +39,7 @@ class PackedWeight(nn.Module):
         super().__init__()
         self.weight = mx.zeros(shape)
         self._packing: dict[str, Any] | None = None
+        self._dtype = mx.float32
 
     @property
     def packing(self) -> dict[str, Any] | None:
@@ -47,17 +48,20 @@ class PackedWeight(nn.Module):
 
     def pack(self, packing: dict[str, Any]) -> None:
         """Quantise in place. packing: ``group_size``, ``bits`` and ``mode`` of mx.quantize."""
-        self._packing = dict(packing)
+        self._packing, self._dtype = dict(packing), self.weight.dtype
         self.weight, self.scales, *rest = mx.quantize(self.weight, **packing)
         if rest:
             self.biases = rest[0]
 
-    def expect(self, packing: dict[str, Any]) -> None:
-        """Take on the shapes of a packed weight, whose values are loaded later. Raises ValueError for bad settings."""
+    def expect(self, packing: dict[str, Any], dtype: mx.Dtype) -> None:
+        """Take on the shapes of a packed weight, whose values are loaded later and unpacked to ``dtype``.
+
+        Raises ValueError for settings that mx.quantize does not know.
+        """
         plain = mx.zeros((1, packing["group_size"] * 4))
         counts = [part.shape[-1] / plain.shape[-1] for part in mx.quantize(plain, **packing)]
         *lead, inputs = self.weight.shape
-        self._packing = dict(packing)
+        self._packing, self._dtype = dict(packing), dtype
         for name, count in zip(("weight", "scales", "biases"), counts, strict=False):
             self[name] = mx.zeros((*lead, int(inputs * count)))
 
@@ -65,7 +69,7 @@ class PackedWeight(nn.Module):
         """The plain weight, or the given rows of its first axis."""
         parts = [self[name] for name in ("weight", "scales", "biases") if name in self]
         parts = parts if rows is None else [part[rows] for part in parts]
-        return parts[0] if self._packing is None else mx.dequantize(*parts, **self._packing)
+        return parts[0] if self._packing is None else mx.dequantize(*parts, dtype=self._dtype, **self._packing)
 
 
 class Linear(PackedWeight):

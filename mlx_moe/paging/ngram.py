@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import mlx.core as mx
 
@@ -44,6 +45,13 @@ class NgramHash:
             eos=config.eos_token_ids[0],
         )
 
+    @cached_property
+    def _arrays(self) -> tuple[mx.array, mx.array]:
+        """Sizes and offsets per head, int64, made once."""
+        arrays = (mx.array(self.sizes, dtype=mx.int64), mx.array(self.offsets, dtype=mx.int64))
+        mx.eval(arrays)
+        return arrays
+
     def row_ids(self, history: mx.array, count: int) -> mx.array:
         """Table rows of the last ``count`` tokens.
 
@@ -54,14 +62,13 @@ class NgramHash:
             [B, count, heads] int64. Products of an id and a multiplier stay below 2^63.
         """
         places = self._places(history.astype(mx.int64), count)
-        per_order = len(self.sizes) // (len(places) - 1)
-        mixed, rows = places[0] * self.multipliers[0], []
-        for k in range(1, len(places)):
-            mixed = mixed ^ (places[k] * self.multipliers[k])
-            heads = slice((k - 1) * per_order, k * per_order)
-            sizes = mx.array(self.sizes[heads], dtype=mx.int64)
-            rows.append(mixed[..., None] % sizes + mx.array(self.offsets[heads], dtype=mx.int64))
-        return mx.concatenate(rows, axis=-1)
+        mixed = places[0] * self.multipliers[0]
+        orders = []
+        for place, multiplier in zip(places[1:], self.multipliers[1:], strict=True):
+            mixed = mixed ^ (place * multiplier)
+            orders.append(mixed)
+        sizes, offsets = self._arrays
+        return mx.repeat(mx.stack(orders, axis=-1), len(self.sizes) // len(orders), axis=-1) % sizes + offsets
 
     def _places(self, history: mx.array, count: int) -> list[mx.array]:
         """h_0, the token itself, and h_k, the token k places back; beyond an EOS that stands before it, all EOS."""

@@ -79,6 +79,9 @@ class ResidentRows(nn.Module):
         width = config.ple_embed_dim // config.ngram_heads
         self.tables = [Embedding(table.rows, width) for table in self._hashes]
 
+    def prepare(self, index: int, history: mx.array, count: int) -> None:
+        """Nothing is read."""
+
     def rows(self, index: int, history: mx.array, count: int) -> mx.array:
         """See RowSource."""
         ids = self._hashes[index].row_ids(history, count)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_moe.cache import LayerCache, LinearCache, SparseCache
+from mlx_moe.cache import LayerCache, LinearCache, SparseCache, begin, commit
 from mlx_moe.config import LINEAR, ModelConfig
 from mlx_moe.models.layers import Embedding, Linear, RMSNorm
 from mlx_moe.models.qwen4_exp.attention import SparseAttention
@@ -34,10 +34,10 @@ class DecoderLayer(nn.Module):
         self.attn_hyper_connection = GatedResidual(config)
         self.mlp_hyper_connection = GatedResidual(config)
 
-    def pre_moe(self, s: mx.array, ids: mx.array, cache: LayerCache, rows: RowSource) -> mx.array:
-        """Everything up to the MoE: streams [B, T, S * H] -> streams."""
-        if "ple" in self:
-            s = s + self.ple(s, ids, cache, rows)
+    def pre_moe(self, s: mx.array, history: mx.array | None, cache: LayerCache, rows: RowSource) -> mx.array:
+        """Everything up to the MoE: streams [B, T, S * H] -> streams. history: token ids, in layers with PLE."""
+        if history is not None:
+            s = s + self.ple(s, history, cache, rows)
         x, beta = self.attn_hyper_connection.split(s)
         mixer = self.linear_attn if "linear_attn" in self else self.self_attn
         return inject(s, beta, mixer(x, cache))
@@ -48,9 +48,9 @@ class DecoderLayer(nn.Module):
         return inject(s, beta, self.mlp(x, experts))
 
     def __call__(
-        self, s: mx.array, ids: mx.array, cache: LayerCache, experts: ExpertSource, rows: RowSource
+        self, s: mx.array, history: mx.array | None, cache: LayerCache, experts: ExpertSource, rows: RowSource
     ) -> mx.array:
-        return self.post_moe(self.pre_moe(s, ids, cache, rows), experts)
+        return self.post_moe(self.pre_moe(s, history, cache, rows), experts)
 
 
 class TextModel(nn.Module):
@@ -156,13 +156,13 @@ class Model(nn.Module):
         return caches
 
     def __call__(
-        self, inputs: mx.array, cache: Sequence[LayerCache] | None = None, mask: mx.array | None = None
+        self, inputs: mx.array, cache: Sequence[LayerCache] | None = None, mask: mx.array | str | None = None
     ) -> mx.array:
         """Token ids [B, T] -> logits [B, T, V] in the model's type; advances the cache in place.
 
         Rows of a batch have equal length; a mask that hides anything (left padding) raises ValueError.
         """
-        if mask is not None and not bool(mx.all(mask.astype(mx.bool_))):
+        if mask is not None and mask != "causal" and not bool(mx.all(mx.array(mask).astype(mx.bool_))):
             raise ValueError("padding masks are not supported: pass rows of equal length")
         return self.forward(inputs, cache)[0]
 
@@ -177,11 +177,35 @@ class Model(nn.Module):
         cache = self.make_cache() if cache is None else cache
         if len(cache) != len(self.layers):
             raise ValueError(f"the cache has {len(cache)} layers; the model has {len(self.layers)}")
+        if len({layer.offset for layer in cache}) > 1:
+            raise ValueError("the cache's layers hold different numbers of tokens: a pass was interrupted; start again")
         self._experts.begin(ids)
+        histories = [self._history(layer, ids, part) for layer, part in zip(self.layers, cache, strict=True)]
         s = mx.tile(self.model.embed_tokens(ids), (1, 1, self._config.hc_count))
-        for layer, layer_cache in zip(self.layers, cache, strict=True):
-            s = layer(s, ids, layer_cache, self._experts, self._rows)
+        for layer, history, part in zip(self.layers, histories, cache, strict=True):
+            s = layer(s, history, part, self._experts, self._rows)
         return s
+
+    def _history(self, layer: DecoderLayer, ids: mx.array, cache: LayerCache) -> mx.array | None:
+        """The ids that a PLE layer's rows depend on, announced to the row source before the pass starts."""
+        if "ple" not in layer:
+            return None
+        history = cache.ple_history(ids, self._config.eos_token_ids[0])
+        self._rows.prepare(layer.ple.index, history, ids.shape[1])
+        return history
+
+    def begin(self, cache: Sequence[LayerCache]) -> None:
+        """Open a window: what follows, up to 8 tokens in one or several passes, can be taken back."""
+        begin(cache)
+
+    def commit(self, cache: Sequence[LayerCache], keep: int) -> None:
+        """Close the window, keep its first ``keep`` tokens, and tell the expert source."""
+        commit(cache, keep)
+        self._experts.commit(keep)
+
+    def rollback(self, cache: Sequence[LayerCache], count: int) -> None:
+        """Close the window and drop its last ``count`` tokens."""
+        self.commit(cache, cache[0].window - count)
 
     def head(self, s: mx.array) -> mx.array:
         """Streams [B, T, S * H] -> logits [B, T, V]."""
@@ -201,8 +225,9 @@ class Model(nn.Module):
         if not self.has_mtp:
             raise ValueError("this checkpoint has no MTP layer")
         ids = self._check_ids(next_ids)
+        self._experts.begin(ids)
         s = self.mtp.start(s, self.model.embed_tokens(ids))
-        s = self.mtp.layers[0](s, ids, cache[0], self._experts, self._rows)
+        s = self.mtp.layers[0](s, None, cache[0], self._experts, self._rows)
         return self.lm_head(self.mtp.hyper_connection_mixer(s)), s
 
     def _check_ids(self, ids: mx.array) -> mx.array:

@@ -21,8 +21,7 @@ class PLE(nn.Module):
     def __init__(self, config: ModelConfig, index: int):
         super().__init__()
         width = config.hc_count * config.hidden_size
-        self._index, self._streams, self._dilation = index, config.hc_count, config.ngram_size
-        self._eos = config.eos_token_ids[0]
+        self.index, self._streams, self._dilation = index, config.hc_count, config.ngram_size
         self._scale = config.hidden_size**-0.5
         self.key_proj = Linear(config.ple_embed_dim, width)
         self.value_proj = Linear(config.ple_embed_dim, config.hidden_size)
@@ -31,10 +30,9 @@ class PLE(nn.Module):
         self.conv1d = nn.Module()
         self.conv1d.weight = mx.zeros((width, config.ple_conv_kernel_size))
 
-    def __call__(self, s: mx.array, ids: mx.array, cache: LinearCache, rows: RowSource) -> mx.array:
-        """What to add to the streams s [B, T, S * H] of tokens ids [B, T]."""
-        history = cache.ple_history(ids, self._eos)
-        e = rows.rows(self._index, history, ids.shape[1]).astype(s.dtype)
+    def __call__(self, s: mx.array, history: mx.array, cache: LinearCache, rows: RowSource) -> mx.array:
+        """What to add to the streams s [B, T, S * H]; history: [B, n - 1 + T] ids, the tokens' own last."""
+        e = rows.rows(self.index, history, s.shape[1]).astype(s.dtype)
         parts = (*s.shape[:-1], self._streams, -1)
         key, query = self.norm_key(self.key_proj(e)), self.norm_query(s)
         gate = (key * query).reshape(parts).sum(axis=-1, keepdims=True) * self._scale

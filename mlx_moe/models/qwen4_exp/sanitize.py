@@ -42,12 +42,15 @@ RAW_BELOW, FOLDED_ABOVE = 0.45, 0.75
 """Mean norm weight of a file: raw (w - 1 stored) files measure 0 to 0.2, folded ones 1 to 1.2."""
 
 
-def sanitize(weights: Weights, config: ModelConfig, norm_convention: str = "auto") -> dict[str, mx.array]:
+def sanitize(
+    weights: Weights, config: ModelConfig, norm_convention: str = "auto", dtype: mx.Dtype = mx.float32
+) -> dict[str, mx.array]:
     """Canonical names and layouts.
 
     Args:
         weights: tensors of a checkpoint under any of the published names; FP8 tensors as uint8.
         config: the model's configuration.
+        dtype: what FP8 tensors are decoded to.
         norm_convention: "auto" detects, "raw" adds one to the norm weights, "folded" leaves them.
 
     Raises:
@@ -55,7 +58,7 @@ def sanitize(weights: Weights, config: ModelConfig, norm_convention: str = "auto
             names, or a mixture of norm conventions.
     """
     out = _rename(weights)
-    out = _dequantize_fp8(out)
+    out = _dequantize_fp8(out, dtype)
     out = _stack_experts(out, config)
     out = _join_shards(out)
     out = {name: _squeeze_conv(name, tensor) for name, tensor in out.items()}
@@ -108,8 +111,8 @@ def _add(out: dict[str, mx.array], name: str, tensor: mx.array) -> None:
     out[name] = tensor
 
 
-def _dequantize_fp8(weights: dict[str, mx.array]) -> dict[str, mx.array]:
-    """F8_E4M3 bytes with one scale per 128 x 128 block, or one for all, become float32."""
+def _dequantize_fp8(weights: dict[str, mx.array], dtype: mx.Dtype) -> dict[str, mx.array]:
+    """F8_E4M3 bytes with one scale per 128 x 128 block, or one for all, become numbers, rounded once."""
     out = {}
     for name, tensor in weights.items():
         if name.endswith((".weight_scale_inv", ".weight_scale")):
@@ -121,7 +124,7 @@ def _dequantize_fp8(weights: dict[str, mx.array]) -> dict[str, mx.array]:
                 scale = weights.get(f"{table[1]}.weight_scale" if table else name + "_scale")
             if scale is None:
                 raise ConfigError(f"{name} is FP8 (or bytes), but its weight_scale_inv or weight_scale is missing")
-            tensor = _scaled_fp8(name, tensor, scale)
+            tensor = _scaled_fp8(name, tensor, scale).astype(dtype)
         out[name] = tensor
     return out
 

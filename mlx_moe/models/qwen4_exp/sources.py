@@ -45,6 +45,9 @@ class ExpertSource(Protocol):
 class RowSource(Protocol):
     """Rows of the n-gram tables."""
 
+    def prepare(self, index: int, history: mx.array, count: int) -> None:
+        """``rows`` with the same arguments follows later in this pass: reads may start now."""
+
     def rows(self, index: int, history: mx.array, count: int) -> mx.array:
         """Rows for the last ``count`` tokens of a history.
 
