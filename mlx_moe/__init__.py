@@ -11,6 +11,10 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from mlx_moe.environment import full_float32
+
+full_float32()
+
 __version__ = "0.1.0"
 
 _EXPORTS = {

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import mlx_moe  # noqa: F401  first, since MLX reads what it sets in the environment only once
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 

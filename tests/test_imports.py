@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -64,10 +65,21 @@ def test_one_op_never_imports_another():
                 assert not others, f"{module} imports {others}"
 
 
-def test_only_the_config_reads_the_environment():
+def test_one_module_touches_the_environment():
     for module, path in _files().items():
         text = path.read_text()
-        assert "os.environ" not in text and "getenv" not in text, f"{module} reads the environment"
+        touches = "os.environ" in text or "getenv" in text
+        assert touches == (module == "mlx_moe.environment"), f"{module} touches the environment"
+
+
+@pytest.mark.parametrize(("given", "kept"), [(None, "0"), ("1", "1"), ("0", "0")])
+def test_float32_products_stay_float32_unless_the_user_says_otherwise(given, kept):
+    """MLX rounds the factors to TF32 by default on newer GPUs."""
+    environment = {name: value for name, value in os.environ.items() if name != "MLX_ENABLE_TF32"}
+    environment |= {} if given is None else {"MLX_ENABLE_TF32": given}
+    code = "import mlx_moe, os; print(os.environ['MLX_ENABLE_TF32'])"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=environment)
+    assert done.stdout.strip() == kept
 
 
 def test_importing_and_help_are_light():

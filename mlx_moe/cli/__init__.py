@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 VERBS = {
     "generate": "write text after a prompt",
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if argv else 2
 
 
-def _guarded(verb, argv: Sequence[str]) -> int:
+def _guarded(verb: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
     try:
         return verb(argv)
     except (ValueError, OSError) as error:  # ConfigError and FileFormatError are ValueErrors

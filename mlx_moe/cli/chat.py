@@ -18,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Parse, load, talk until the user quits; returns the exit status."""
     out = options.parser("chat", "Talk with a model.")
     out.add_argument("--max-tokens", "-m", type=int, default=256, help="per answer, -1 for no limit (default: 256)")
-    options.add_template(out)
+    options.add_template(out, ignorable=False)
     options.add_sampling(out, temp=None, top_p=None, top_k=None)
     args = out.parse_args(argv)
     from mlx_moe.cli import session

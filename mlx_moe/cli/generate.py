@@ -22,7 +22,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     out.add_argument("--prefill-response", help="how the answer starts, with a chat template")
     out.add_argument("--max-tokens", "-m", type=int, default=100, help="-1 for no limit (default: 100)")
     out.add_argument("--extra-eos-token", nargs="+", default=(), help="further tokens that end the text")
-    out.add_argument("--ignore-chat-template", action="store_true", help="use the prompt as it is")
     out.add_argument("--verbose", type=options.truth, default=True, help="T prints statistics, F the text alone")
     out.add_argument("--prompt-cache-file", help="continue a prompt that 'mlx-moe cache-prompt' saved")
     out.add_argument("--stats-json", metavar="FILE", help="write token counts, rates and peak memory there")
@@ -37,14 +36,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.stats_json and not Path(args.stats_json).resolve().parent.is_dir():
         raise ValueError(f"--stats-json {args.stats_json}: its folder does not exist")
     from mlx_moe.cli import session
-    from mlx_moe.formats.prompt_cache import load_prompt_cache
+    from mlx_moe.formats.prompt_cache import load_prompt_cache, read_prompt_cache_metadata
     from mlx_moe.generation import print_closing_lines, stream_generate
 
-    text = _read_prompt(args.prompt)
+    text = options.read_prompt(args.prompt)
+    saved = read_prompt_cache_metadata(args.prompt_cache_file) if args.prompt_cache_file else None
+    if saved and args.model is None:
+        args.model = saved.get("model") or None
     model, tokenizer, _ = session.open_model(args)
     _add_stop_tokens(tokenizer, args.extra_eos_token)
     cache = load_prompt_cache(args.prompt_cache_file, model) if args.prompt_cache_file else None
-    prompt = _prompt_ids(args, tokenizer, text)
+    prompt = _prompt_ids(args, tokenizer, text, saved)
     last, ids, status = None, [], 0
     if args.verbose:
         print("=" * 10)
@@ -71,10 +73,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def _read_prompt(text: str) -> str:
-    return sys.stdin.read() if text == "-" else text.replace("\\n", "\n").replace("\\t", "\t")
-
-
 def _add_stop_tokens(tokenizer: TokenizerWrapper, names: Sequence[str]) -> None:
     """Further stop tokens, by name or id. (Tokenizers give unknown names the id of another token.)"""
     for name in names:
@@ -83,20 +81,24 @@ def _add_stop_tokens(tokenizer: TokenizerWrapper, names: Sequence[str]) -> None:
         tokenizer.add_eos_token(name)
 
 
-def _prompt_ids(args: argparse.Namespace, tokenizer: TokenizerWrapper, text: str) -> list[int]:
-    from mlx_moe.cli.session import templated
+def _prompt_ids(
+    args: argparse.Namespace, tokenizer: TokenizerWrapper, text: str, saved: dict[str, str] | None
+) -> list[int]:
+    """Token ids of the prompt, or of what follows a cached one. saved: the cache's metadata."""
+    from mlx_moe.cli import session
     from mlx_moe.generation import encode_prompt
 
-    if args.ignore_chat_template or not tokenizer.has_chat_template or args.prompt_cache_file:
-        for flag in ("system_prompt", "prefill_response", "chat_template_config"):
-            if getattr(args, flag) not in (None, {}):
-                raise ValueError(f"--{flag.replace('_', '-')} needs a chat template, and none is used here")
-        if args.prompt_cache_file:  # in mid-text, so without a start token
-            return tokenizer.encode(text, add_special_tokens=False)
+    if saved is not None:
+        for flag in ("system_prompt", "prefill_response"):
+            if getattr(args, flag) is not None:
+                raise ValueError(f"--{flag.replace('_', '-')} cannot be used with --prompt-cache-file")
+        if saved.get("template") == "True" and not args.ignore_chat_template:
+            return session.templated_rest(tokenizer, text, args.chat_template_config)
+        return tokenizer.encode(text, add_special_tokens=False)  # in mid-text, so without a start token
+    if not session.uses_template(args, tokenizer):
         return encode_prompt(tokenizer, text)
-    system = [{"role": "system", "content": args.system_prompt}] if args.system_prompt is not None else []
-    messages = [*system, {"role": "user", "content": text}]
-    return templated(tokenizer, messages, args.chat_template_config, args.prefill_response)
+    messages = session.user_message(args, text)
+    return session.templated(tokenizer, messages, args.chat_template_config, args.prefill_response)
 
 
 def _hint(max_tokens: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -75,8 +76,10 @@ def add_sampling(out: argparse.ArgumentParser, temp: float | None, top_p: float 
     out.add_argument("--seed", type=_seed, help="seed of the random numbers")
 
 
-def add_template(out: argparse.ArgumentParser) -> None:
-    """Chat-template options."""
+def add_template(out: argparse.ArgumentParser, ignorable: bool = True) -> None:
+    """Chat-template options; ``ignorable``: with one to go without."""
+    if ignorable:
+        out.add_argument("--ignore-chat-template", action="store_true", help="use the prompt as it is")
     out.add_argument("--system-prompt", help="system message of the chat template")
     out.add_argument(
         "--chat-template-config",
@@ -85,6 +88,11 @@ def add_template(out: argparse.ArgumentParser) -> None:
         metavar="JSON",
         help="""arguments of the chat template, such as '{"enable_thinking": false}'""",
     )
+
+
+def read_prompt(text: str) -> str:
+    """A prompt from the command line: '-' reads standard input, and \\n and \\t are what they say, as in mlx-lm."""
+    return sys.stdin.read() if text == "-" else text.replace("\\n", "\n").replace("\\t", "\t")
 
 
 def _shown(value: Any) -> str:

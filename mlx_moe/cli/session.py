@@ -60,6 +60,22 @@ def _check_sampling(args: argparse.Namespace, vocabulary: int) -> None:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}; allowed: {text}")
 
 
+def uses_template(args: argparse.Namespace, tokenizer: TokenizerWrapper) -> bool:
+    """Whether the prompt goes through the chat template. Raises ValueError for options that would be lost without."""
+    if tokenizer.has_chat_template and not args.ignore_chat_template:
+        return True
+    for flag in ("system_prompt", "prefill_response", "chat_template_config"):
+        if getattr(args, flag, None) not in (None, {}):
+            raise ValueError(f"--{flag.replace('_', '-')} needs a chat template, and none is used here")
+    return False
+
+
+def user_message(args: argparse.Namespace, text: str) -> list[dict[str, str]]:
+    """A conversation of one message, after the system prompt if there is one."""
+    system = [{"role": "system", "content": args.system_prompt}] if args.system_prompt is not None else []
+    return [*system, {"role": "user", "content": text}]
+
+
 def templated(
     tokenizer: TokenizerWrapper,
     messages: Sequence[Mapping[str, str]],
@@ -68,18 +84,33 @@ def templated(
 ) -> list[int]:
     """Token ids of a conversation. prefill: how the answer starts. Raises ValueError for what the template refuses."""
     messages = list(messages) + ([{"role": "assistant", "content": prefill}] if prefill is not None else [])
-    try:
-        ids = tokenizer.apply_chat_template(
-            messages,
-            add_generation_prompt=prefill is None,
-            continue_final_message=prefill is not None,
-            **options,
-        )
-    except Exception as error:  # templates are programs of the model's authors and raise what they like
-        raise ValueError(f"the chat template refused the conversation ({error})") from None
+    open_end = {"add_generation_prompt": prefill is None, "continue_final_message": prefill is not None}
+    ids = _rendered(tokenizer, messages, {**open_end, **options})
     if not isinstance(ids, list):
         raise ValueError(f"the chat template gave {type(ids).__name__}, not token ids; see --chat-template-config")
     return ids
+
+
+def templated_start(tokenizer: TokenizerWrapper, messages: Sequence[Mapping[str, str]], options: Mapping[str, Any]):
+    """Token ids of a conversation whose last message goes on: nothing closes it."""
+    return _rendered(tokenizer, messages, {**options, "add_generation_prompt": False, "continue_final_message": True})
+
+
+def templated_rest(tokenizer: TokenizerWrapper, text: str, options: Mapping[str, Any]) -> list[int]:
+    """Token ids of what follows ``templated_start``: the rest of the user's message and the start of the answer."""
+    mark = "<rest-of-the-message>"
+    options = {**options, "tokenize": False, "add_generation_prompt": True}
+    whole, marked = (_rendered(tokenizer, [{"role": "user", "content": content}], options) for content in (text, mark))
+    if mark not in marked:
+        raise ValueError("the chat template drops the message, so a cached prompt cannot be continued with it")
+    return tokenizer.encode(whole[marked.index(mark) :], add_special_tokens=False)
+
+
+def _rendered(tokenizer: TokenizerWrapper, messages: Sequence[Mapping[str, str]], options: Mapping[str, Any]) -> Any:
+    try:
+        return tokenizer.apply_chat_template(list(messages), **options)
+    except Exception as error:  # templates are programs of the model's authors and raise what they like
+        raise ValueError(f"the chat template refused the conversation ({error})") from None
 
 
 class Progress:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,13 @@ def save_prompt_cache(
         mx.save_safetensors(str(temporary), arrays, header)
 
 
+def read_prompt_cache_metadata(file_name: str | Path) -> dict[str, str]:
+    """The strings given to ``save_prompt_cache``, without reading the cache. Raises FileFormatError as loading does."""
+    path = Path(file_name)
+    with _damage_named(path):
+        return {str(key): str(value) for key, value in json.loads(_header(path)["user"]).items()}
+
+
 def load_prompt_cache(
     file_name: str | Path, model: Model, return_metadata: bool = False
 ) -> list[LayerCache] | tuple[list[LayerCache], dict[str, str]]:
@@ -55,21 +63,34 @@ def load_prompt_cache(
     Raises FileFormatError when the file is damaged, of another format version, or does not fit ``model``.
     """
     path = Path(file_name)
-    _, header = read_header(path)
-    if header.get("format_version") != str(FORMAT_VERSION):
-        found = header.get("format_version")
-        raise FileFormatError(f"{path}: prompt cache format {found!r}; this version reads {FORMAT_VERSION}")
+    user = read_prompt_cache_metadata(path)
     arrays = load_tensors(path)
-    try:
-        layers = json.loads(header["layers"])
+    with _damage_named(path):
+        layers = json.loads(_header(path)["layers"])
         states = [_state(i, layer, arrays) for i, layer in enumerate(layers)]
-        user = json.loads(header["user"])
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise FileFormatError(f"{path}: damaged prompt cache ({str(error)[:80]!r})") from None
     _check_fit(path, states, model)
     cache = [_CLASSES[name].from_state(values) for name, values in states]
     mx.eval(list(arrays.values()))
     return (cache, user) if return_metadata else cache
+
+
+def _header(path: Path) -> dict[str, str]:
+    _, header = read_header(path)
+    found = header.get("format_version")
+    if found != str(FORMAT_VERSION):
+        raise FileFormatError(f"{path}: prompt cache format {found!r}; this version reads {FORMAT_VERSION}")
+    return header
+
+
+@contextlib.contextmanager
+def _damage_named(path: Path) -> Iterator[None]:
+    """Whatever is wrong with the contents of a header becomes one line that names the file."""
+    try:
+        yield
+    except FileFormatError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise FileFormatError(f"{path}: damaged prompt cache ({str(error)[:80]!r})") from None
 
 
 def _state(i: int, layer: Mapping[str, Any], arrays: Mapping[str, mx.array]) -> tuple[str, list[Any]]:

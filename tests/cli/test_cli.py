@@ -19,7 +19,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import mlx_moe
 from checkpoints import random_weights, write
-from mlx_moe import load
+from mlx_moe import load, runtime
 from mlx_moe.cli import VERBS, main, options, session
 from mlx_moe.cli.chat import HELP, Conversation
 from mlx_moe.sampling import ANSWERING, THINKING, Sampling, chat_sampling
@@ -256,7 +256,7 @@ def test_damaged_tokenizer_files_are_one_line(run, tmp_path, bare, name, content
 
 def test_model_and_its_default(run, bare, monkeypatch):
     want = run("generate", "--model", bare, "-m", COUNT).text
-    monkeypatch.setattr(session, "DEMO", bare)
+    monkeypatch.setattr(runtime, "DEMO", bare)
     assert run("generate", "-m", COUNT).text == want
     assert_refused(run("generate", "--model", bare / "config.json"), "is a file")
 
@@ -707,6 +707,32 @@ def test_a_cached_prompt_is_continued_without_another_start_token(run, tmp_path)
     assert rest.text == whole.text
 
 
+def test_a_cached_prompt_of_a_chat_model_is_one_message(run, folder, tmp_path):
+    """The template goes around the joined message: cached start and later rest equal the whole, system prompt too."""
+    path = tmp_path / "c.safetensors"
+    system = ("--system-prompt", "be brief")
+    save = ("cache-prompt", "--model", folder, "-p", "then the rest", "--prompt-cache-file")
+    assert run(*save, path, *system).status == 0
+    call = ("generate", "--model", folder, "-m", COUNT)
+    rest = run(*call, "-p", " of it", "--prompt-cache-file", path)
+    whole = run(*call, "-p", TEXT, *system)
+    assert rest.text == whole.text, rest.err
+    raw = tmp_path / "raw.safetensors"
+    ignore = "--ignore-chat-template"
+    run(*save, raw, ignore)
+    assert run(*call, "-p", " of it", "--prompt-cache-file", raw).text == run(*call, "-p", TEXT, ignore).text
+    assert raw.stat().st_size < path.stat().st_size
+    changed = run(*call, "-p", " of it", "--prompt-cache-file", path, "--chat-template-config", '{"greeting": "so"}')
+    assert changed.prompt_tokens > rest.prompt_tokens
+    assert_refused(run(*call, "-p", "x", "--prompt-cache-file", path, *system), "--system-prompt")
+
+
+def test_a_cached_prompt_names_its_model(run, cache_file, write_text):
+    """Without --model the model of the cache is loaded, as in mlx-lm."""
+    found = run("generate", "-m", COUNT, "-p", " of it", "--prompt-cache-file", cache_file)
+    assert found.text == write_text(prompt=TEXT).text, found.err
+
+
 def test_cache_prompt_where_nothing_can_be_written(run, bare, tmp_path):
     result = run("cache-prompt", "--model", bare, "-p", "x", "--prompt-cache-file", tmp_path / "no" / "c.safetensors")
     assert_refused(result, "--prompt-cache-file")
@@ -883,6 +909,9 @@ COVERED = {
     "--xtc-probability": test_xtc,
     "--xtc-threshold": test_xtc,
     ("cache-prompt", "--prompt"): test_cache_prompt_says_what_it_saved,
+    ("cache-prompt", "--system-prompt"): test_a_cached_prompt_of_a_chat_model_is_one_message,
+    ("cache-prompt", "--ignore-chat-template"): test_a_cached_prompt_of_a_chat_model_is_one_message,
+    ("cache-prompt", "--chat-template-config"): test_a_cached_prompt_of_a_chat_model_is_one_message,
     ("cache-prompt", "--prompt-cache-file"): test_cache_prompt_says_what_it_saved,
     ("chat", "--model"): test_chat_answers,
     ("chat", "--max-tokens"): test_max_tokens_in_chat,

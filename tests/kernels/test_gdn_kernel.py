@@ -5,12 +5,12 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
-from proof import EVERYWHERE, outputs
-from test_gdn import SPECS, op_inputs, plain_op
 
 from custom_kernels.gdn_step import Inputs, Spec, StepLog
 from custom_kernels.gdn_step.kernel import gdn_commit_launch, gdn_step_launch
 from custom_kernels.gdn_step.reference import naive_gdn_step
+from proof import EVERYWHERE, outputs
+from test_gdn import SPECS, op_inputs, plain_op
 
 NAMES = ("outputs", "state", "log k", "log delta", "log g")
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import mlx.core as mx
 import pytest
-from proof import EVERYWHERE, outputs
-from test_route import CASES, route_inputs
 
 from custom_kernels.moce_route.kernel import moce_route_launch, supports
 from custom_kernels.moce_route.reference import Policy, Routing, naive_moce_route
+from proof import EVERYWHERE, outputs
+from test_route import CASES, route_inputs
 
 
 @pytest.mark.parametrize("where", EVERYWHERE)
