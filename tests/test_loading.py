@@ -752,3 +752,23 @@ def test_lazy_loading_in_the_loading_thread(plain, reference):
     model, _ = load_model(plain, mx.float32, lazy=True)
     assert_same(logits(model), reference, "lazy")
     assert greedy(model) == greedy(load_model(plain, mx.float32)[0])
+
+
+@pytest.mark.parametrize("mode", ["affine", "mxfp4", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16])
+def test_packed_weights_compute_in_the_type_asked_for(tmp_path, mode, dtype):
+    """mx.dequantize gives bfloat16 for the fp modes unless told otherwise; streams and caches followed it once."""
+    group, bits = {"affine": (32, 4), "mxfp4": (32, 4), "mxfp8": (32, 8), "nvfp4": (16, 4)}[mode]
+    raw = tiny_config()
+    model, config = load_model(write(tmp_path / "plain", raw, random_weights(raw)), dtype=mx.float32)
+    quantize_model(model, bits=bits, group_size=group, mode=mode)
+    save_model(tmp_path / "packed", model, config)
+    packed, _ = load_model(tmp_path / "packed", dtype=dtype)
+    ids = mx.array(tokens(40)[None])
+    cache = packed.make_cache()
+    logits, streams = packed.forward(ids, cache)
+    assert packed.model.embed_tokens(ids).dtype == streams.dtype == logits.dtype == dtype
+    assert cache[3].state[cache[3].FIELDS.index("keys")].dtype == dtype
+    assert cache[0].state[cache[0].FIELDS.index("conv")].dtype == dtype
+    if dtype == mx.float32:
+        assert mx.abs(logits - model(ids)).max().item() == 0, "the same packed weights, quantised here and loaded"
