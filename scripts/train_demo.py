@@ -299,16 +299,17 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=Path, required=True, help="uint16 token stream, plain or .xz")
     parser.add_argument("--out", type=Path, required=True, help="folder for checkpoint and log")
-    parser.add_argument("--seconds", type=float, default=0.0, help="budget of training time")
-    parser.add_argument("--steps", type=int, default=0, help="budget in steps, if no seconds are given")
-    parser.add_argument("--batch", type=int, default=Plan.batch, help="sequences per step")
-    parser.add_argument("--length", type=int, default=Plan.length, help="tokens per sequence, a multiple of 64")
+    budget = parser.add_mutually_exclusive_group(required=True)
+    budget.add_argument("--seconds", type=float, default=0.0, help="budget of training time")
+    budget.add_argument("--steps", type=int, default=0, help="budget in steps")
+    parser.add_argument("--batch", type=int, help="sequences per step")
+    parser.add_argument("--length", type=int, help="tokens per sequence, a multiple of 64")
     parser.add_argument("--lr-scale", type=float, default=1.0, help="factor on every learning rate")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save-every", type=float, default=120.0, help="seconds between checkpoints")
     parser.add_argument("--log-every", type=int, default=20, help="steps between lines of the curve")
     parser.add_argument("--resume", action="store_true", help="go on from OUT/resume.pt")
-    parser.add_argument("--tiny", action="store_true", help="a very small model, batch and length, for a CPU")
+    parser.add_argument("--tiny", action="store_true", help="a very small model on the CPU, small batches by default")
     parser.add_argument("--no-graphs", action="store_true", help="launch every kernel of every step from Python")
     parser.add_argument("--no-compile", action="store_true", help="run the array functions as they are")
     return parser.parse_args(argv)
@@ -320,10 +321,11 @@ def main(argv: list[str] | None = None) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     device = "cuda" if torch.cuda.is_available() and not args.tiny else "cpu"
     torch.backends.cuda.matmul.allow_tf32 = True  # the delta rule's float32 products; the error is far below bfloat16's
-    plan = Plan(args.batch, args.length, args.seconds, args.steps, lr_scale=args.lr_scale, seed=args.seed)
+    plan = Plan(seconds=args.seconds, steps=args.steps, lr_scale=args.lr_scale, seed=args.seed)
     config = ModelConfig()
     if args.tiny:
         config, plan = replace(config, **TINY), replace(plan, batch=4, length=256, index_rows=16)
+    plan = replace(plan, batch=args.batch or plan.batch, length=args.length or plan.length)
     if device == "cuda" and not args.no_compile:
         ops.compile_units()
     stream = torch.cuda.Stream() if device == "cuda" else None

@@ -107,6 +107,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--context", type=int, default=2048, help="tokens a prediction may see at most")
     parser.add_argument("--batch", type=int, default=1, help="windows at a time")
     parser.add_argument("--unrounded", action="store_true", help="the BF16 weights instead of their 4-bit rounding")
+    parser.add_argument("--log", type=Path, help="a train_log.json to add the figures to")
     parser.add_argument("--no-dense", action="store_true", help="skip the dense-attention comparison")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     args = parser.parse_args(argv)
@@ -116,7 +117,12 @@ def main(argv: list[str] | None = None) -> None:
         result[text.name] = evaluate(model, text, args.context, args.batch, not args.no_dense)
         print(text.name, json.dumps(result[text.name]), flush=True)
     mean = sum(figures["bits_per_byte"] for figures in result.values()) / len(result)
-    print(json.dumps(dict(weights="bf16" if args.unrounded else "4-bit", mean_bits_per_byte=round(mean, 5), **result)))
+    summary = dict(weights="bf16" if args.unrounded else "4-bit", mean_bits_per_byte=round(mean, 5), **result)
+    print(json.dumps(summary))
+    if args.log:
+        log = json.loads(args.log.read_text())
+        log.setdefault("evaluation", []).append(summary)
+        args.log.write_text(json.dumps(log, indent=0) + "\n")
 
 
 if __name__ == "__main__":
