@@ -71,7 +71,7 @@ def test_window_rows_are_bit_equal_to_steps(models, name, dtype):
 
 def _roll_back_and_continue(model, prompt: int, steps: int, drop: int, pieces: str) -> None:
     """After ``steps`` tokens in a window, dropping ``drop`` and going on equals never having taken those."""
-    ids, other = _ids(prompt + steps, seed=prompt), _ids(12, seed=99)
+    ids, other = _ids(prompt + steps, seed=prompt), _ids(5, seed=99)
     taken, never = model.make_cache(), model.make_cache()
     if prompt:
         model(ids[:, :prompt], cache=taken)
@@ -96,7 +96,7 @@ def _cases(count: int | None):
     cases = [
         (name, prompt, steps, drop, pieces)
         for name in SHAPES
-        for prompt in (0, 1, 2, 3, 30, 31, 34, 61)
+        for prompt in (0, 2, 31, 61)
         for steps in range(1, WINDOW + 1)
         for drop in range(steps + 1)
         for pieces in ("steps", "window", "pieces")
