@@ -23,8 +23,8 @@ MAX_EXPERTS, MAX_TOP_K, MAX_RANK, MAX_TOKENS = 1024, 32, 64, 8
 
 _HEADER = r"""
 FN int ordered_(float x) {
-  const int bits = BITS(int, x + 0.0f);   // -0 becomes 0
-  return bits < 0 ? bits ^ 0x7FFFFFFF : bits;
+  const int word = BITS(int, x + 0.0f);   // -0 becomes 0
+  return word < 0 ? word ^ 0x7FFFFFFF : word;
 }
 """
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import re
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
@@ -57,3 +59,11 @@ def test_safe_launches():
     assert Geometry((256, 48, 1), (256, 1, 1)).groups == 48
     assert Geometry.of_groups((7, 2, 3)) == Geometry((1792, 2, 3), (256, 1, 1))
     assert Geometry((32, MAX_GROUPS - 1, 1), (32, 1, 1)).groups == MAX_GROUPS - 1
+
+
+def test_no_kernel_text_hides_the_name_that_BITS_becomes_on_cuda():
+    """``const int bits = BITS(int, x)`` compiles for Metal and not for CUDA, where BITS is a function ``bits``."""
+    folder = Path(dispatch.__file__).parent
+    for path in [*folder.glob("*/kernel.py"), *folder.glob("*/*_kernel.py"), *folder.glob("*/device.py")]:
+        hidden = re.findall(r"\b(?:int|uint|float|auto|size_t|ushort)\s+bits\b(?!\s*\()", path.read_text())
+        assert not hidden, f"{path}: {hidden}"
