@@ -19,9 +19,16 @@ def _step(inputs, weights, spec, where):
     return outputs(gdn_step_launch(inputs, weights, spec), where)
 
 
+WINDOWS = [(1, mx.float32), (8, mx.float32), (3, mx.bfloat16), (2, mx.float16)]
+CASES = [  # every shape and every window in the fast tier, all pairs in the full one
+    pytest.param(spec, *window, marks=[pytest.mark.full] if (i + j) % 2 else [], id=f"{spec}-{window}")
+    for i, spec in enumerate(SPECS)
+    for j, window in enumerate(WINDOWS)
+]
+
+
 @pytest.mark.parametrize("where", EVERYWHERE)
-@pytest.mark.parametrize("spec", SPECS, ids=str)
-@pytest.mark.parametrize(("T", "dtype"), [(1, mx.float32), (8, mx.float32), (3, mx.bfloat16), (2, mx.float16)])
+@pytest.mark.parametrize(("spec", "T", "dtype"), CASES)
 def test_same_as_the_reference(where, spec, T, dtype):
     inputs, weights = op_inputs(spec, 2 if spec.dk < 100 else 1, T, taps=3 if T == 2 else 4, dtype=dtype)
     out, state, log = naive_gdn_step(inputs, weights, spec)
