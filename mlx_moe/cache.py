@@ -5,6 +5,8 @@ only: ``copy.deepcopy`` works. They cannot be trimmed; instead a window of up to
 
     begin(caches);  model(ids, cache=caches);  commit(caches, keep)
 
+(``Model.begin``, ``commit`` and ``rollback`` do this for the model's own caches and tell its expert source.)
+
 Owns: growth of buffers, histories, rollback. Must not know: weights, disks, how states are computed.
 """
 
@@ -340,8 +342,3 @@ def commit(caches: Sequence[LayerCache], keep: int) -> None:
     """Close the window on every layer and keep its first ``keep`` tokens."""
     for cache in caches:
         cache.commit(keep)
-
-
-def rollback(caches: Sequence[LayerCache], count: int) -> None:
-    """Close the window and drop its last ``count`` tokens."""
-    commit(caches, caches[0].window - count)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from custom_kernels.causal_conv import causal_conv
 from custom_kernels.gdn_step.rule import chunked_delta_rule, naive_delta_rule, replay
 
 L2_EPS = 1e-6
@@ -99,7 +100,7 @@ def gdn_prefill(inputs: Inputs, weights: Weights, spec: Spec) -> tuple[mx.array,
 def _prepare(inputs: Inputs, weights: Weights, spec: Spec) -> tuple[mx.array, ...]:
     """q, k [B, T, Hv, Dk], v [B, T, Hv, Dv], g and beta [B, T, Hv]; float32."""
     B, T, _ = inputs.qkv.shape
-    x = _conv(inputs.qkv, inputs.history, weights.conv)
+    x = causal_conv(inputs.qkv, inputs.history, weights.conv)
     x = x * mx.sigmoid(x)
     keys = spec.key_heads * spec.dk
     q, k, v = mx.split(x, [keys, 2 * keys], axis=-1)
@@ -108,17 +109,6 @@ def _prepare(inputs: Inputs, weights: Weights, spec: Spec) -> tuple[mx.array, ..
     g = -mx.exp(weights.a_log.astype(mx.float32)) * rate
     beta = mx.sigmoid(inputs.b.astype(mx.float32))
     return q * spec.dk**-0.5, k, v.reshape(B, T, spec.value_heads, spec.dv), g, beta
-
-
-def _conv(x: mx.array, history: mx.array, weight: mx.array) -> mx.array:
-    """Depthwise causal convolution in float32, summed from the oldest tap to the present one."""
-    padded = mx.concatenate([history, x], axis=1).astype(mx.float32)
-    taps = weight.astype(mx.float32)
-    T = x.shape[1]
-    out = padded[:, :T] * taps[:, 0]
-    for i in range(1, weight.shape[1]):
-        out = out + padded[:, i : i + T] * taps[:, i]
-    return out
 
 
 def _unit(x: mx.array) -> mx.array:

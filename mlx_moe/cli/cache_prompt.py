@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from mlx_moe.cli import options
 
@@ -15,8 +14,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     out.add_argument("--prompt-cache-file", required=True, help="where to write, a .safetensors file")
     options.add_template(out)
     args = out.parse_args(argv)
-    if not Path(args.prompt_cache_file).resolve().parent.is_dir():
-        raise ValueError(f"--prompt-cache-file {args.prompt_cache_file}: its folder does not exist")
+    options.check_folder("--prompt-cache-file", args.prompt_cache_file)
     from mlx_moe.cli import session
     from mlx_moe.formats.prompt_cache import save_prompt_cache
     from mlx_moe.generation import encode_prompt, process_prompt

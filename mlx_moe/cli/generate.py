@@ -33,8 +33,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, load, generate, print; returns the exit status."""
     args = _parse(argv)
-    if args.stats_json and not Path(args.stats_json).resolve().parent.is_dir():
-        raise ValueError(f"--stats-json {args.stats_json}: its folder does not exist")
+    if args.stats_json:
+        options.check_folder("--stats-json", args.stats_json)
     from mlx_moe.cli import session
     from mlx_moe.formats.prompt_cache import load_prompt_cache, read_prompt_cache_metadata
     from mlx_moe.generation import print_closing_lines, stream_generate

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -88,6 +89,12 @@ def add_template(out: argparse.ArgumentParser, ignorable: bool = True) -> None:
         metavar="JSON",
         help="""arguments of the chat template, such as '{"enable_thinking": false}'""",
     )
+
+
+def check_folder(flag: str, file: str) -> None:
+    """Before anything is loaded: raises ValueError if the folder that a file is to be written to does not exist."""
+    if not Path(file).resolve().parent.is_dir():
+        raise ValueError(f"{flag} {file}: its folder does not exist")
 
 
 def read_prompt(text: str) -> str:

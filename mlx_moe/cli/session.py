@@ -85,15 +85,23 @@ def templated(
     """Token ids of a conversation. prefill: how the answer starts. Raises ValueError for what the template refuses."""
     messages = list(messages) + ([{"role": "assistant", "content": prefill}] if prefill is not None else [])
     open_end = {"add_generation_prompt": prefill is None, "continue_final_message": prefill is not None}
-    ids = _rendered(tokenizer, messages, {**open_end, **options})
+    return _token_ids(tokenizer, messages, {**open_end, **options})
+
+
+def templated_start(
+    tokenizer: TokenizerWrapper, messages: Sequence[Mapping[str, str]], options: Mapping[str, Any]
+) -> list[int]:
+    """Token ids of a conversation whose last message goes on: nothing closes it."""
+    return _token_ids(tokenizer, messages, {**options, "add_generation_prompt": False, "continue_final_message": True})
+
+
+def _token_ids(
+    tokenizer: TokenizerWrapper, messages: Sequence[Mapping[str, str]], options: Mapping[str, Any]
+) -> list[int]:
+    ids = _rendered(tokenizer, messages, options)
     if not isinstance(ids, list):
         raise ValueError(f"the chat template gave {type(ids).__name__}, not token ids; see --chat-template-config")
     return ids
-
-
-def templated_start(tokenizer: TokenizerWrapper, messages: Sequence[Mapping[str, str]], options: Mapping[str, Any]):
-    """Token ids of a conversation whose last message goes on: nothing closes it."""
-    return _rendered(tokenizer, messages, {**options, "add_generation_prompt": False, "continue_final_message": True})
 
 
 def templated_rest(tokenizer: TokenizerWrapper, text: str, options: Mapping[str, Any]) -> list[int]:

@@ -164,22 +164,3 @@ class Rotary:
         return mx.fast.rope(
             x, self._dims, traditional=False, base=None, scale=float(step), offset=start, freqs=self._periods
         )
-
-
-def causal_conv(x: mx.array, history: mx.array, weight: mx.array, dilation: int = 1) -> mx.array:
-    """Depthwise causal convolution along time.
-
-    Args:
-        x: [B, T, C]. history: [B, (K - 1) * dilation, C], the positions before x (zeros at the start).
-        weight: [C, K]; weight[:, K - 1] multiplies the present position.
-
-    Returns:
-        [B, T, C] in x's type, accumulated in float32 in the order of the taps.
-    """
-    padded = mx.concatenate([history, x], axis=1).astype(mx.float32)
-    T, K = x.shape[1], weight.shape[1]
-    taps = weight.astype(mx.float32)
-    out = padded[:, :T] * taps[:, 0]
-    for i in range(1, K):
-        out = out + padded[:, i * dilation : i * dilation + T] * taps[:, i]
-    return out.astype(x.dtype)

@@ -948,3 +948,10 @@ def test_the_verbs_are_modules():
 def test_sampling_settings_out_of_range(run, bare, setting):
     """mlx-lm takes some of them silently and fails in mid-text at others."""
     assert_refused(run("generate", "--model", bare, "-p", "x", setting), setting.split("=")[0], "allowed")
+
+
+def test_cache_prompt_with_a_template_that_gives_text(run, folder, tmp_path):
+    """As for generate and chat: one line, not a traceback."""
+    call = ("cache-prompt", "--model", folder, "-p", "x", "--prompt-cache-file", tmp_path / "c.safetensors")
+    assert_refused(run(*call, "--chat-template-config", '{"tokenize": false}'), "not token ids")
+    assert not list(tmp_path.iterdir())

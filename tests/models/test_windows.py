@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import checkpoints
-from mlx_moe.cache import WINDOW, begin, commit, rollback
+from mlx_moe.cache import WINDOW, begin, commit
 from mlx_moe.formats.prompt_cache import load_prompt_cache, save_prompt_cache
 from mlx_moe.formats.safetensors import FileFormatError
 from mlx_moe.runtime import load_model
@@ -76,11 +76,11 @@ def _roll_back_and_continue(model, prompt: int, steps: int, drop: int, pieces: s
     if prompt:
         model(ids[:, :prompt], cache=taken)
         model(ids[:, :prompt], cache=never)
-    begin(taken)
+    model.begin(taken)
     size = {"steps": 1, "window": steps, "pieces": 3}[pieces]
     for i in range(prompt, prompt + steps, size):
         model(ids[:, i : min(i + size, prompt + steps)], cache=taken)
-    rollback(taken, drop)
+    model.rollback(taken, drop)
     for t in range(prompt, prompt + steps - drop):
         model(ids[:, t : t + 1], cache=never)
     where = f"after {prompt}, {steps} taken by {pieces}, {drop} dropped"
@@ -135,6 +135,19 @@ def test_rollback_of_the_mtp_cache(models):
         for t in range(37, 45 - drop):
             model.draft(streams[:, t : t + 1], ids[:, t + 1 : t + 2], never)
         assert _same(_bits(taken), _bits(never)), f"{drop} dropped"
+
+
+def test_the_expert_source_hears_of_windows(models, monkeypatch):
+    """It learns of every pass, drafts too, and of what a window kept."""
+    model, heard = models("plain"), []
+    monkeypatch.setattr(type(model._experts), "begin", lambda self, ids: heard.append(("begin", tuple(ids.shape))))
+    monkeypatch.setattr(type(model._experts), "commit", lambda self, accepted: heard.append(("commit", accepted)))
+    cache = model.make_cache()
+    model.begin(cache)
+    streams = model.streams(_ids(4), cache)
+    model.rollback(cache, 1)
+    model.draft(streams[:, :3], _ids(3), model.mtp.make_cache())
+    assert heard == [("begin", (1, 4)), ("commit", 3), ("begin", (1, 3))]
 
 
 def test_windows_refuse_misuse(models):

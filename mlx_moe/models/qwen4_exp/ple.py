@@ -5,9 +5,10 @@ from __future__ import annotations
 import mlx.core as mx
 import mlx.nn as nn
 
+from custom_kernels.causal_conv import causal_conv
 from mlx_moe.cache import LinearCache
 from mlx_moe.config import ModelConfig
-from mlx_moe.models.layers import Linear, RMSNorm, causal_conv
+from mlx_moe.models.layers import Linear, RMSNorm
 from mlx_moe.models.qwen4_exp.sources import RowSource
 
 
@@ -40,4 +41,4 @@ class PLE(nn.Module):
         value = (mx.sigmoid(gate) * self.value_proj(e)[..., None, :]).reshape(s.shape)
         normed = self.norm_conv(value)
         mixed = causal_conv(normed, cache.ple_conv_history(normed), self.conv1d.weight, self._dilation)
-        return value + nn.silu(mixed)
+        return value + nn.silu(mixed.astype(s.dtype))
