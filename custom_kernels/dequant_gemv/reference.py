@@ -13,11 +13,8 @@ from functools import cached_property
 import mlx.core as mx
 
 from custom_kernels.ggml_blocks import BlockFormat, naive_dequantize
+from custom_kernels.slots import NO_SLOT, PAGE_BYTES
 
-PAGE_BYTES = 16384
-"""Records start at multiples of this from their chunk's base."""
-NO_SLOT = 0xFFFFFFFF
-"""Slot word of an expert that is not in memory: contributes zeros."""
 MAX_CHUNKS = 4
 
 

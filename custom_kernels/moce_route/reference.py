@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-NO_SLOT = 0xFFFFFFFF
-"""Slot word of an expert that is not in memory, and filling of unused places."""
+from custom_kernels.slots import NO_SLOT
 
 
 @dataclass(frozen=True)

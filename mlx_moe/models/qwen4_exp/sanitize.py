@@ -67,10 +67,7 @@ def sanitize(
 
 def canonical_name(name: str) -> str:
     """The canonical name of the tensor that a file's tensor ends up in."""
-    for prefix, new in _PREFIXES:
-        if name.startswith(prefix):
-            name = new + name[len(prefix) :]
-            break
+    name = _common_prefix(name)
     name = re.sub(r"\.weight_scale(_inv)?$", ".weight", name)
     if match := _EXPERT.match(name) or _STACKED.match(name):
         base = match[1] if match.re is _EXPERT else match[1] + ".experts"
@@ -79,6 +76,14 @@ def canonical_name(name: str) -> str:
     if match := _SHARD.match(name):
         return match[1] + ".weight"
     return name + ".weight" if _FUSED.match(name) else name
+
+
+def _common_prefix(name: str) -> str:
+    """The name below ``model.``, ``lm_head.`` or ``mtp.``, whatever the file's own prefix."""
+    for prefix, new in _PREFIXES:
+        if name.startswith(prefix):
+            return new + name[len(prefix) :]
+    return name
 
 
 def is_vision(name: str) -> bool:
@@ -96,10 +101,7 @@ def _rename(weights: Weights, keep_hash: bool = False) -> dict[str, mx.array]:
     for name, tensor in weights.items():
         if is_vision(name):
             continue
-        for prefix, new in _PREFIXES:
-            if name.startswith(prefix):
-                name = new + name[len(prefix) :]
-                break
+        name = _common_prefix(name)
         if keep_hash or not _HASH.match(name):
             _add(out, name + ".weight" if _FUSED.match(name) else name, tensor)
     return out
