@@ -28,22 +28,26 @@ class Choice:
 
 
 _forced: Choice | None = None
-_disabled: dict[str, str] = {}
-_logged: set[tuple[str, Choice]] = set()
+_disabled: dict[tuple[str, str | None], str] = {}
+_logged: set[tuple[str, str, Choice]] = set()
 
 
-def choose(op: str) -> Choice:
-    """The back end for an op on the default device."""
-    choice = _forced or _natural(op)
-    if (op, choice) not in _logged:
-        _logged.add((op, choice))
-        logger.info("%s runs on %s: %s", op, choice.backend, choice.reason)
+def choose(op: str, variant: str = "") -> Choice:
+    """The back end for an op on the default device. variant: which of its kernels, as a block format's name."""
+    choice = _forced or _natural(op, variant)
+    if (op, variant, choice) not in _logged:
+        _logged.add((op, variant, choice))
+        logger.info("%s runs on %s: %s", f"{op} {variant}".rstrip(), choice.backend, choice.reason)
     return choice
 
 
-def _natural(op: str) -> Choice:
-    if op in _disabled:
-        return Choice("reference", _disabled[op])
+def _natural(op: str, variant: str) -> Choice:
+    reason = _disabled.get((op, None)) or _disabled.get((op, variant))
+    return Choice("reference", reason) if reason else device_choice()
+
+
+def device_choice() -> Choice:
+    """What the default device gives an op that is neither forced nor disabled."""
     if mx.default_device() == mx.Device(mx.cpu):
         return Choice("reference", "MLX runs on the CPU")
     if mx.metal.is_available():
@@ -53,10 +57,15 @@ def _natural(op: str) -> Choice:
     return Choice("reference", "this GPU has no kernels here")
 
 
-def disable(op: str, reason: str) -> None:
-    """Fall back to the reference from here on, as when a kernel failed its check on this machine."""
-    _disabled[op] = reason
-    logger.warning("%s falls back to its reference: %s", op, reason)
+def disable(op: str, reason: str, variant: str | None = None) -> None:
+    """Fall back to the reference from here on, as when a kernel failed its check on this machine.
+
+    variant: the one kernel meant; None is all of the op. The same reason is logged once.
+    """
+    if _disabled.get((op, variant)) == reason:
+        return
+    _disabled[op, variant] = reason
+    logger.warning("%s falls back to its reference: %s", f"{op} {variant or ''}".rstrip(), reason)
 
 
 @contextlib.contextmanager

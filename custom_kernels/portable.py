@@ -6,11 +6,15 @@ A body is C++ that both Metal and CUDA compile, with the few words in which they
     SHARED        threadgroup memory                 lane, warp     place in it, and its number in the threadgroup
     BARRIER()     wait for the threadgroup           tid, gid       thread position in threadgroup and grid (uint3)
     XOR(v, m)     v of the lane whose number differs by m          BITS(T, x)     the bits of x as a T
+    load4(p)      4 consecutive elements as an F4 of floats        store4(p, q)   and back, to device memory
+    CAST(T, p)    device pointer p to const T                      POPCOUNT(x)    the number of set bits of a uint
+    UNROLL        before a loop whose arrays must stay in registers; UNROLL_5 where five rounds at a time are enough
 
 Rules that keep one text right on both: ``auto`` for derived pointers (Metal's carry address spaces), sizes as template
 ints, no 0-d inputs, inputs of at least 8 elements where a helper takes their pointer, bounds checks (CUDA rounds the
 grid up), 64-bit offsets into large buffers, tables as input arrays (text in the header costs time at every call).
-``lane_sum`` adds in the same order on both.
+``lane_sum`` adds in the same order on both, ``lane_sum_of<L>`` over each L neighbouring lanes. ``CAST`` is the caller's
+promise that the address suits the type.
 
 Launches are safe by construction: see ``Geometry``. Nothing here needs a GPU until ``Launch.run``.
 """
@@ -35,6 +39,13 @@ _METAL = r"""
 #define BARRIER() threadgroup_barrier(mem_flags::mem_threadgroup)
 #define XOR(v, m) simd_shuffle_xor(v, m)
 #define BITS(T, x) as_type<T>(x)
+#define CAST(T, p) ((const device T*)(p))
+#define POPCOUNT(x) popcount(x)
+#define UNROLL _Pragma("clang loop unroll(full)")
+#define UNROLL_5 _Pragma("clang loop unroll_count(5)")
+struct F4 { float v[4]; };
+template <typename P> FN F4 load4(P p) { return F4{{float(p[0]), float(p[1]), float(p[2]), float(p[3])}}; }
+template <typename P> FN void store4(P p, F4 q) { for (int i = 0; i < 4; ++i) p[i] = q.v[i]; }
 """
 _METAL_IDS = r"""
 const uint3 gid = thread_position_in_grid;
@@ -59,6 +70,21 @@ template <typename T, typename U> FN T bits(U u) {
   memcpy(&t, &u, sizeof(T));
   return t;
 }
+#define CAST(T, p) ((const T*)(p))
+#define POPCOUNT(x) uint(__popc(x))
+#define UNROLL _Pragma("unroll")
+#define UNROLL_5 _Pragma("unroll 5")
+struct F4 { float v[4]; };
+template <typename T> FN F4 load4(const T* p) {   // one wide load where the address allows
+  struct alignas(4 * sizeof(T)) Q { T v[4]; } q;
+  if (size_t(p) % sizeof(Q) == 0) q = *(const Q*)p;
+  else for (int i = 0; i < 4; ++i) q.v[i] = p[i];
+  return F4{{float(q.v[0]), float(q.v[1]), float(q.v[2]), float(q.v[3])}};
+}
+FN void store4(float* p, F4 q) {
+  if (size_t(p) % 16 == 0) *(float4*)p = make_float4(q.v[0], q.v[1], q.v[2], q.v[3]);
+  else for (int i = 0; i < 4; ++i) p[i] = q.v[i];
+}
 """
 _CUDA_IDS = r"""
 const uint3 tid = make_uint3(threadIdx.x, threadIdx.y, threadIdx.z);
@@ -69,15 +95,13 @@ const uint lane = flat_ & 31, warp = flat_ >> 5;
 """
 _COMMON = r"""
 #define LANES 32
-FN float lane_sum(float v) {
-  v += XOR(v, 1);
-  v += XOR(v, 2);
-  v += XOR(v, 4);
-  v += XOR(v, 8);
-  v += XOR(v, 16);
+template <int L> FN float lane_sum_of(float v) {
+  UNROLL for (int m = 1; m < L; m *= 2) v += XOR(v, m);
   return v;
 }
+FN float lane_sum(float v) { return lane_sum_of<32>(v); }
 """
+_PRELUDES = {"metal": (_METAL + _COMMON, _METAL_IDS), "cuda": (_CUDA + _COMMON, _CUDA_IDS)}
 
 
 @dataclass(frozen=True)
@@ -125,23 +149,26 @@ class PortableKernel:
     @cached_property
     def metal(self) -> Any:
         """The object of ``mx.fast.metal_kernel``; building it needs no Metal, calling it does."""
-        return mx.fast.metal_kernel(
-            name=self.name,
-            input_names=list(self.inputs),
-            output_names=list(self.outputs),
-            source=_METAL_IDS + self.body,
-            header=_METAL + _COMMON + self.header,
-        )
+        return self._build("metal")
 
     @cached_property
     def cuda(self) -> Any:
         """The object of ``mx.fast.cuda_kernel``."""
-        return mx.fast.cuda_kernel(
+        return self._build("cuda")
+
+    def text(self, backend: str) -> tuple[str, str]:
+        """Header and source as MLX gets them, preludes included. backend: "metal" or "cuda"."""
+        prelude, ids = _PRELUDES[backend]
+        return prelude + self.header, ids + self.body
+
+    def _build(self, backend: str) -> Any:
+        header, source = self.text(backend)
+        return getattr(mx.fast, f"{backend}_kernel")(
             name=self.name,
             input_names=list(self.inputs),
             output_names=list(self.outputs),
-            source=_CUDA_IDS + self.body,
-            header=_CUDA + _COMMON + self.header,
+            source=source,
+            header=header,
         )
 
 
@@ -168,6 +195,6 @@ class Launch:
             "output_dtypes": list(self.output_dtypes),
         }
 
-    def run(self, backend: str) -> list[mx.array]:
-        """The outputs, lazily. backend: "metal" or "cuda"."""
-        return getattr(self.kernel, backend)(**self.arguments)
+    def run(self, backend: str, poison: float | None = None) -> list[mx.array]:
+        """The outputs, lazily. backend: "metal" or "cuda". poison: what elements hold that the kernel leaves out."""
+        return getattr(self.kernel, backend)(**self.arguments, init_value=poison)

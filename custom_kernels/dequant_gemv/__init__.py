@@ -31,7 +31,7 @@ __all__ = [
 
 def block_dequantize(blocks: mx.array, format: BlockFormat, dtype: mx.Dtype = mx.bfloat16) -> mx.array:
     """Packed rows [..., row_bytes] uint8 -> weights [..., n] in ``dtype``; see ``naive_block_dequantize``."""
-    backend = choose("block_dequantize").backend
+    backend = choose("block_dequantize", format.name).backend
     columns = format.row_weights(blocks.shape[-1])
     rows = blocks.size // max(blocks.shape[-1], 1)
     if backend == "reference" or not kernel.supports(format, columns, rows):
@@ -47,7 +47,7 @@ def block_gemv(x: mx.array, w: mx.array, format: BlockFormat, dtype: mx.Dtype | 
         x: [T, K], any float type. w: [N, row_bytes] uint8, packed rows of K weights. format: what the bytes are.
         dtype: of the result; x's by default.
     """
-    backend = choose("block_gemv").backend
+    backend = choose("block_gemv", format.name).backend
     if backend == "reference" or not kernel.supports(format, x.shape[1], w.shape[0]):
         return reference.naive_block_gemv(x, w, format, dtype)
     return kernel.block_gemv_launch(x, w, format, dtype).run(backend)[0]
@@ -59,7 +59,7 @@ def expert_gate_up(x: mx.array, words: mx.array, arena: Arena, gate: Matrix, up:
     Args:
         x: [T, K], any float type. words: [T, k] uint32 slot words, NO_SLOT for none. gate, up: [I, K] in the record.
     """
-    backend = choose("expert_gate_up").backend
+    backend = choose("expert_gate_up", f"{gate.format.name}+{up.format.name}").backend
     if backend == "reference" or not supports_experts(words, gate, up):
         return reference.naive_expert_gate_up(x, words, arena, gate, up)
     return expert_gate_up_launch(x, words, arena, gate, up).run(backend)[0]
@@ -71,7 +71,7 @@ def expert_down(h: mx.array, words: mx.array, arena: Arena, down: Matrix) -> mx.
     Args:
         h: [T, k, I] float32. words: [T, k] uint32 slot words, NO_SLOT for none. down: [N, I] in the record.
     """
-    backend = choose("expert_down").backend
+    backend = choose("expert_down", down.format.name).backend
     if backend == "reference" or not supports_experts(words, down):
         return reference.naive_expert_down(h, words, arena, down)
     return expert_down_launch(h, words, arena, down).run(backend)[0]

@@ -1,10 +1,10 @@
 """The kernels of routed experts, read in place from the arena, and their launches.
 
-expert_gate_up: h [T, k, I] = silu(gate x) * (up x). Row y of the grid is one (token, rank) pair; in it one simdgroup
-takes ``ROWS`` rows of gate and the same rows of up, as block_gemv does (groups of 8 weights over the lanes, fma one by
-one, then the tree of lanes), so one read of x serves both and silu needs no second dispatch. expert_down: partials
-[T, k, N] likewise, with each pair's own h. A pair looks only at its own word and row: bits depend on nothing else.
-A pair whose word is NO_SLOT writes zeros and reads no record.
+expert_gate_up: h [T, k, I] = silu(gate x) * (up x). Row y of the grid is one (token, rank) pair; in it ``LPR`` lanes
+share ``ROWS`` rows of gate and the same rows of up, as in block_gemv (kernel.py), so one read of x serves both where
+the formats agree, and silu needs no second dispatch. expert_down: partials [T, k, N] likewise, with each pair's own h.
+A pair looks only at its own word and row: bits depend on nothing else. A pair whose word is NO_SLOT writes zeros and
+reads no record.
 
 The slot word says chunk << 28 | page; all four chunks are always bound (missing ones repeat the first), offsets are
 64-bit. Both read each pair's matrices once, k * row_bytes * (2 I or N) bytes per token, nearly all of the traffic.
@@ -20,10 +20,10 @@ from functools import cache
 
 import mlx.core as mx
 
-from custom_kernels.dequant_gemv.kernel import ROWS, simdgroups, supports
+from custom_kernels.dequant_gemv.kernel import DOT, ROWS, THREADS, lanes_per_row, supports, threadgroups
 from custom_kernels.dequant_gemv.reference import MAX_CHUNKS, Arena, Matrix
 from custom_kernels.ggml_blocks import BlockFormat
-from custom_kernels.ggml_blocks.device import decoder_header, table_arrays, table_names
+from custom_kernels.ggml_blocks.device import alignment, decoder_header, table_arrays, table_names, table_staging
 from custom_kernels.portable import MAX_THREADS, Geometry, Launch, PortableKernel
 
 MAX_PAIRS = 65535
@@ -33,68 +33,70 @@ _ARENA = ["words", *(f"chunk{c}" for c in range(MAX_CHUNKS)), "bases"]
 
 # Needs a word that is not NO_SLOT; defines the record's first byte.
 _RECORD = r"""
-      const uint c = word >> 28;
-      auto chunk = c == 0 ? chunk0 : c == 1 ? chunk1 : c == 2 ? chunk2 : chunk3;
-      auto record = chunk + (size_t(bases[c & 3]) + size_t(word & 0x0FFFFFFFu) * 16384);
-"""
+    const uint at = word >> 28;
+    const auto chunk = at == 0 ? chunk0 : at == 1 ? chunk1 : at == 2 ? chunk2 : chunk3;
+    const auto record = chunk + (size_t(bases[at & 3]) + size_t(word & 0x0FFFFFFFu) * 16384);"""
 
 _GATE_UP = (
     r"""
-  const uint pair = gid.y, first = (gid.x >> 5) * ROWS;
-  if (first < N) {
-    const uint word = words[pair];
-    float g[ROWS], u[ROWS];
-    for (uint r = 0; r < ROWS; ++r) g[r] = u[r] = 0.0f;
-    if (word != 0xFFFFFFFFu) {"""
+  const uint pair = gid.y, first = (gid.x / LPR) * ROWS, sub = lane % LPR;
+  const uint word = words[pair];
+  float g[ROWS], u[ROWS];
+  UNROLL for (uint r = 0; r < ROWS; ++r) g[r] = u[r] = 0.0f;
+  if (word != 0xFFFFFFFFu) {"""
     + _RECORD
     + r"""
-      const size_t token = size_t(pair / RANKS) * K;
-      for (uint group = lane; group < K / 8; group += LANES) {
-        float v[8];
-        for (uint i = 0; i < 8; ++i) v[i] = float(x[token + 8 * group + i]);
-        for (uint r = 0; r < ROWS; ++r) {
-          const uint row = first + r < N ? first + r : N - 1;
-          const W8 gate = decode_gate(row_of(record + (GATE_AT + size_t(row) * GATE_BYTES)), group);
-          const W8 up = decode_up(row_of(record + (UP_AT + size_t(row) * UP_BYTES)), group);
-          for (uint i = 0; i < 8; ++i) {
-            g[r] = fma(gate.v[i], v[i], g[r]);
-            u[r] = fma(up.v[i], v[i], u[r]);
-          }
+    const auto token = x + size_t(pair / RANKS) * K;
+    UNROLL_5 for (uint base = 0; base < K / 8; base += LPR) {
+      const uint group = base + sub;
+      if ((K / 8) % LPR == 0 || group < K / 8) {
+        const F4 a = load4(token + first_gate(group)), b = load4(token + second_gate(group));
+        const F4 c = SAME ? a : load4(token + first_up(group)), d = SAME ? b : load4(token + second_up(group));
+        UNROLL for (uint r = 0; r < ROWS; ++r) {
+          const size_t row = first + r < N ? first + r : N - 1;
+          const Group p = decode_gate(record + (GATE_AT + row * GATE_BYTES), group);
+          const Group q = decode_up(record + (UP_AT + row * UP_BYTES), group);
+          g[r] = fma(p.scale, dot_(p, a, b), g[r]);
+          u[r] = fma(q.scale, dot_(q, c, d), u[r]);
+          if (HAS_LEAST_gate) g[r] = fma(-p.least, total_(a, b), g[r]);
+          if (HAS_LEAST_up) u[r] = fma(-q.least, total_(c, d), u[r]);
         }
       }
     }
-    for (uint r = 0; r < ROWS; ++r) {
-      const float gate = lane_sum(g[r]), up = lane_sum(u[r]);
-      if (lane == 0 && first + r < N) h[size_t(pair) * N + first + r] = gate / (1.0f + exp(-gate)) * up;
-    }
+  }
+  UNROLL for (uint r = 0; r < ROWS; ++r) {
+    const float gate = lane_sum_of<LPR>(g[r]), up = lane_sum_of<LPR>(u[r]);
+    if (sub == 0 && first + r < N) h[size_t(pair) * N + first + r] = gate / (1.0f + exp(-gate)) * up;
   }
 """
 )
 
 _DOWN = (
     r"""
-  const uint pair = gid.y, first = (gid.x >> 5) * ROWS;
-  if (first < N) {
-    const uint word = words[pair];
-    float acc[ROWS];
-    for (uint r = 0; r < ROWS; ++r) acc[r] = 0.0f;
-    if (word != 0xFFFFFFFFu) {"""
+  const uint pair = gid.y, first = (gid.x / LPR) * ROWS, sub = lane % LPR;
+  const uint word = words[pair];
+  float acc[ROWS];
+  UNROLL for (uint r = 0; r < ROWS; ++r) acc[r] = 0.0f;
+  if (word != 0xFFFFFFFFu) {"""
     + _RECORD
     + r"""
-      for (uint group = lane; group < K / 8; group += LANES) {
-        float v[8];
-        for (uint i = 0; i < 8; ++i) v[i] = float(h[size_t(pair) * K + 8 * group + i]);
-        for (uint r = 0; r < ROWS; ++r) {
-          const uint row = first + r < N ? first + r : N - 1;
-          const W8 values = decode_down(row_of(record + (DOWN_AT + size_t(row) * DOWN_BYTES)), group);
-          for (uint i = 0; i < 8; ++i) acc[r] = fma(values.v[i], v[i], acc[r]);
+    const auto own = h + size_t(pair) * K;
+    UNROLL_5 for (uint base = 0; base < K / 8; base += LPR) {
+      const uint group = base + sub;
+      if ((K / 8) % LPR == 0 || group < K / 8) {
+        const F4 a = load4(own + first_down(group)), b = load4(own + second_down(group));
+        UNROLL for (uint r = 0; r < ROWS; ++r) {
+          const size_t row = first + r < N ? first + r : N - 1;
+          const Group q = decode_down(record + (DOWN_AT + row * DOWN_BYTES), group);
+          acc[r] = fma(q.scale, dot_(q, a, b), acc[r]);
+          if (HAS_LEAST_down) acc[r] = fma(-q.least, total_(a, b), acc[r]);
         }
       }
     }
-    for (uint r = 0; r < ROWS; ++r) {
-      const float sum = lane_sum(acc[r]);
-      if (lane == 0 && first + r < N) partials[size_t(pair) * N + first + r] = sum;
-    }
+  }
+  UNROLL for (uint r = 0; r < ROWS; ++r) {
+    const float sum = lane_sum_of<LPR>(acc[r]);
+    if (sub == 0 && first + r < N) partials[size_t(pair) * N + first + r] = sum;
   }
 """
 )
@@ -118,26 +120,28 @@ EXPERT_COMBINE = PortableKernel("expert_combine", ["partials", "weights", "share
 def gate_up_kernel(gate: BlockFormat, up: BlockFormat) -> PortableKernel:
     """expert_gate_up for one pair of formats."""
     inputs = ["x", *_ARENA, *table_names(gate, up)]
-    name = f"expert_gate_up_{gate.name}_{up.name}"
-    return PortableKernel(name, inputs, ["h"], _GATE_UP, decoder_header(gate=gate, up=up))
+    body, header = table_staging(gate, up) + _GATE_UP, decoder_header(gate=gate, up=up) + DOT
+    return PortableKernel(f"expert_gate_up_{gate.name}_{up.name}", inputs, ["h"], body, header)
 
 
 @cache
 def down_kernel(down: BlockFormat) -> PortableKernel:
     """expert_down for one format."""
     inputs = ["h", *_ARENA, *table_names(down)]
-    return PortableKernel(f"expert_down_{down.name}", inputs, ["partials"], _DOWN, decoder_header(down=down))
+    body, header = table_staging(down) + _DOWN, decoder_header(down=down) + DOT
+    return PortableKernel(f"expert_down_{down.name}", inputs, ["partials"], body, header)
 
 
 def supports_experts(words: mx.array, *matrices: Matrix) -> bool:
     """Whether the kernels take these sizes; the reference takes any."""
-    return 1 <= words.size <= MAX_PAIRS and all(supports(m.format, m.columns, m.rows) for m in matrices)
+    fits = all(supports(m.format, m.columns, m.rows) and m.offset % alignment(m.format) == 0 for m in matrices)
+    return 1 <= words.size <= MAX_PAIRS and fits
 
 
 def expert_gate_up_launch(
     x: mx.array, words: mx.array, arena: Arena, gate: Matrix, up: Matrix, rows: int = ROWS
 ) -> Launch:
-    """The launch for ``naive_expert_gate_up``'s arguments; ``rows`` per simdgroup, which changes no bit."""
+    """The launch for ``naive_expert_gate_up``'s arguments; ``rows`` per lane, which changes no bit."""
     T, k = words.shape
     I, K = gate.rows, gate.columns
     if (up.rows, up.columns) != (I, K):
@@ -152,20 +156,23 @@ def expert_gate_up_launch(
         "GATE_BYTES": gate.row_bytes,
         "UP_AT": up.offset,
         "UP_BYTES": up.row_bytes,
+        "SAME": int(gate.format == up.format),
         "ROWS": rows,
+        "LPR": lanes_per_row(K),
+        "THREADS": THREADS,
     }
     return Launch(
         kernel=gate_up_kernel(gate.format, up.format),
         inputs=[x, words, *_arena_inputs(arena), *table_arrays(gate.format, up.format)],
         template=list(template.items()),
-        geometry=Geometry.of_groups((simdgroups(I, rows), T * k, 1)),
+        geometry=Geometry.of_groups((threadgroups(I, rows, K), T * k, 1), THREADS),
         output_shapes=[(T, k, I)],
         output_dtypes=[mx.float32],
     )
 
 
 def expert_down_launch(h: mx.array, words: mx.array, arena: Arena, down: Matrix, rows: int = ROWS) -> Launch:
-    """The launch for ``naive_expert_down``'s arguments; ``rows`` per simdgroup, which changes no bit."""
+    """The launch for ``naive_expert_down``'s arguments; ``rows`` per lane, which changes no bit."""
     T, k = words.shape
     _check("h", h, (T, k, down.columns))
     _check("words", words, (T, k), mx.uint32)
@@ -175,12 +182,14 @@ def expert_down_launch(h: mx.array, words: mx.array, arena: Arena, down: Matrix,
         "DOWN_AT": down.offset,
         "DOWN_BYTES": down.row_bytes,
         "ROWS": rows,
+        "LPR": lanes_per_row(down.columns),
+        "THREADS": THREADS,
     }
     return Launch(
         kernel=down_kernel(down.format),
         inputs=[h, words, *_arena_inputs(arena), *table_arrays(down.format)],
         template=list(template.items()),
-        geometry=Geometry.of_groups((simdgroups(down.rows, rows), T * k, 1)),
+        geometry=Geometry.of_groups((threadgroups(down.rows, rows, down.columns), T * k, 1), THREADS),
         output_shapes=[(T, k, down.rows)],
         output_dtypes=[mx.float32],
     )

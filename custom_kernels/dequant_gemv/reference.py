@@ -16,6 +16,8 @@ from custom_kernels.ggml_blocks import BlockFormat, naive_dequantize
 from custom_kernels.slots import NO_SLOT, PAGE_BYTES
 
 MAX_CHUNKS = 4
+ALIGNMENT = 16
+"""Of records in memory, in bytes: kernels read words, not bytes."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Arena:
     """
 
     chunks: tuple[mx.array, ...]  # uint8 [bytes], of at least one page each
-    bases: tuple[int, ...] = (0, 0, 0, 0)  # bytes
+    bases: tuple[int, ...] = (0, 0, 0, 0)  # bytes, multiples of ALIGNMENT
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.chunks) <= MAX_CHUNKS:
@@ -51,6 +53,8 @@ class Arena:
         for i, (chunk, base) in enumerate(zip(self.chunks, self.bases, strict=False)):
             if chunk.dtype != mx.uint8 or chunk.ndim != 1 or chunk.size < base + PAGE_BYTES or base < 0:
                 raise ValueError(f"chunk {i} is {chunk.dtype} {chunk.shape}; needed: flat uint8, a page after {base}")
+            if base % ALIGNMENT:
+                raise ValueError(f"chunk {i} has its base at byte {base}; allowed: multiples of {ALIGNMENT}")
 
     @cached_property
     def base_array(self) -> mx.array:

@@ -1,19 +1,24 @@
 """Device decoders: what ``reference.py`` defines, as text of portable kernels (custom_kernels/portable.py).
 
-A decoder gives 8 consecutive weights of a row, a ``W8`` of floats, bit-equal to the reference. It sees its block only
-through an accessor ``b`` with ``u8``, ``u16`` and ``u32`` at byte offsets of the block as ggml lays it out, so a layout
-that puts the bytes elsewhere needs another accessor and no other decoder. ``Row`` and ``Block`` here are those of raw
-rows, blocks of any size one after the other at any address; they load byte by byte.
+A decoder gives the 8 weights of a group as a ``Group``: weights scale * m[i] - least, bit-equal to the reference when
+computed so without contraction. Where the 8 stand in the row is the format's choice: 4 from ``first_<role>(group)`` and
+4 from ``second_<role>(group)`` on, so that no two groups share a byte of codes.
+
+A decoder sees its block only through an accessor ``b`` with ``u8``, ``u16`` and ``u32`` at byte offsets of the block as
+ggml lays it out, so a layout that puts the bytes elsewhere needs another accessor and no other decoder. ``Block`` here
+is that of raw rows, blocks one after the other; the first byte of a row must be at an even address, at a multiple of
+``alignment(format)``. u16 and u32 are read at even offsets only.
 
 Adding a type is one entry of ``_DECODERS``, and one of ``_TABLES`` if it has a codebook. Codebooks are input arrays of
-packed bytes, lowest byte first; signs with parity are computed. Grids of 8 take two words a vector, of 4 one.
+words that kernels copy to threadgroup memory (``table_staging``); signs with parity are computed.
 
 A kernel includes ``decoder_header(gate=format, …)``, takes ``table_names(…)`` among its inputs with ``table_arrays(…)``
-as their values, and calls ``decode_gate(row_of(pointer), group)``; group 0 is weights 0 to 7 of the row.
+as their values, starts its body with ``table_staging(…)``, and calls ``decode_gate(pointer, group)``.
 """
 
 from __future__ import annotations
 
+import math
 from functools import cache
 
 import mlx.core as mx
@@ -26,44 +31,77 @@ GROUP = 8
 """Weights that a decoder gives at once; rows must be whole groups."""
 
 _ACCESS = r"""
-struct W8 { float v[8]; };
-template <typename P> struct Block {
+struct Group { float scale, least, m[8]; };
+template <int ALIGNED, typename P> struct Block {
   P p;
   FN uint u8(uint at) const { return uint(p[at]); }
-  FN uint u16(uint at) const { return u8(at) | (u8(at + 1) << 8); }
-  FN uint u32(uint at) const { return u16(at) | (u16(at + 2) << 16); }
+  FN uint u16(uint at) const { return uint(*CAST(ushort, p + at)); }
+  FN uint u32(uint at) const {
+    return ALIGNED % 4 == 0 && at % 4 == 0 ? *CAST(uint, p + (at & ~3u)) : u16(at) | (u16(at + 2) << 16);
+  }
 };
-template <typename P> struct Row {
-  P p;
-  FN Block<P> block(uint i, uint block_bytes) const { return Block<P>{p + size_t(i) * block_bytes}; }
-};
-template <typename P> FN Row<P> row_of(P p) { return Row<P>{p}; }
+template <int UNIT, int ALIGNED, typename P> FN Block<ALIGNED, P> block_of(P row, uint i) {
+  return Block<ALIGNED, P>{row + size_t(i) * UNIT};
+}
+FN float half_(uint word) { return float(BITS(half, ushort(word))); }
 """
 
-_HELPERS = r"""
-FN float half_(uint word) { return float(BITS(half, ushort(word))); }
-FN uint byte_(uint word, uint i) { return (word >> (8 * (i & 3))) & 255; }
-FN float i8_(uint byte) { return float(int(byte ^ 128) - 128); }
-FN uint parity_signs_(uint seven) {   // the eighth bit makes the number of set bits even
-  uint p = seven ^ (seven >> 4);
-  p ^= p >> 2;
-  p ^= p >> 1;
-  return seven | ((p & 1) << 7);
+# Helpers by name; a decoder's text brings those that it mentions.
+_HELPERS: dict[str, str] = {
+    # 8 unsigned bytes, less ``zero``: 2^23 + n is n in the lowest bits of a float
+    "bytes_": r"""
+FN Group bytes_(float scale, float least, uint low, uint high, float zero) {
+  Group q;
+  q.scale = scale;
+  q.least = least;
+  UNROLL for (uint i = 0; i < 8; ++i)
+    q.m[i] = BITS(float, 0x4B000000u | (((i < 4 ? low : high) >> (8 * (i & 3))) & 255u)) - (8388608.0f + zero);
+  return q;
 }
-FN W8 signed_(float scale, uint low, uint high, uint signs) {
-  W8 w;
-  for (uint i = 0; i < 8; ++i) {
-    const float m = float(byte_(i < 4 ? low : high, i));
-    w.v[i] = scale * (((signs >> i) & 1) ? -m : m);
+""",
+    "ternary_": r"""
+FN Group ternary_(float scale, uint low, uint high, float shift) {
+  Group q = bytes_(scale, 0.0f, low, high, 1.0f);
+  UNROLL for (uint i = 0; i < 8; ++i) q.m[i] += shift;
+  return q;
+}
+""",
+    # bits 0 to 7 twice, 15 apart, so that one shift moves those of two neighbours to bits 15 and 31
+    "spread_": r"""
+FN uint spread_(uint signs) { return signs * 0x8001u; }
+""",
+    # of 7 signs, with an eighth that makes their number even; garbage above bit 7 falls between what is used
+    "spread7_": r"""
+FN uint spread7_(uint signs) { return (signs + (POPCOUNT(signs) << 7)) * 0x8001u; }
+""",
+    "signed_": r"""
+FN Group signed_(float scale, uint a, uint b, uint c, uint d, uint spread) {   // four pairs of halves
+  Group q;
+  q.scale = scale;
+  q.least = 0.0f;
+  const uint pairs[4] = {a, b, c, d};
+  UNROLL for (uint i = 0; i < 4; ++i) {
+    const uint pair = pairs[i] ^ ((spread << (15 - 2 * i)) & 0x80008000u);
+    q.m[2 * i] = half_(pair & 0xFFFFu);
+    q.m[2 * i + 1] = half_(pair >> 16);
   }
-  return w;
+  return q;
 }
-FN W8 shifted_(float scale, uint low, uint high, float shift) {
-  W8 w;
-  for (uint i = 0; i < 8; ++i) w.v[i] = scale * (i8_(byte_(i < 4 ? low : high, i)) + shift);
-  return w;
+""",
+    "nibbles_": r"""
+template <typename G> FN Group nibbles_(float scale, uint codes, G table) {   // low nibbles first, then high ones
+  Group q;
+  q.scale = scale;
+  q.least = 0.0f;
+  UNROLL for (uint i = 0; i < 4; ++i) {
+    const uint pair = table[(codes >> (8 * i)) & 255u];
+    q.m[i] = half_(pair & 0xFFFFu);
+    q.m[4 + i] = half_(pair >> 16);
+  }
+  return q;
 }
-"""
+""",
+}
 
 _K_SCALES = r"""
   const uint r = g >> 2, j = r & 3;
@@ -72,141 +110,122 @@ _K_SCALES = r"""
   const float scale = half_(b.u16(0)) * float(s), least = half_(b.u16(2)) * float(m);
 """
 
-# Bodies see the block b, the group's number g in it and, of types in _TABLES, the table; they return a W8.
+# Bodies see the block b, the group's number g in it and, of types in _TABLES, the table; they return a Group.
 _DECODERS: dict[str, str] = {
     "F32": r"""
-  W8 w;
-  for (uint i = 0; i < 8; ++i) w.v[i] = BITS(float, b.u32(4 * i));
-  return w;
+  Group q;
+  q.scale = 1.0f;
+  q.least = 0.0f;
+  UNROLL for (uint i = 0; i < 8; ++i) q.m[i] = BITS(float, b.u32(4 * i));
+  return q;
 """,
     "F16": r"""
-  W8 w;
-  for (uint i = 0; i < 8; ++i) w.v[i] = half_(b.u16(2 * i));
-  return w;
+  Group q;
+  q.scale = 1.0f;
+  q.least = 0.0f;
+  UNROLL for (uint i = 0; i < 8; ++i) q.m[i] = half_(b.u16(2 * i));
+  return q;
 """,
     "BF16": r"""
-  W8 w;
-  for (uint i = 0; i < 8; ++i) w.v[i] = BITS(float, b.u16(2 * i) << 16);
-  return w;
+  Group q;
+  q.scale = 1.0f;
+  q.least = 0.0f;
+  UNROLL for (uint i = 0; i < 8; ++i) q.m[i] = BITS(float, b.u16(2 * i) << 16);
+  return q;
 """,
     "Q2_0": r"""
   const float d = half_(b.u16(0));
   const uint codes = b.u16(2 + 2 * g);
-  W8 w;
-  for (uint i = 0; i < 8; ++i) w.v[i] = d * (float((codes >> (2 * i)) & 3) - 1.0f);
-  return w;
+  Group q;
+  q.scale = d;
+  q.least = 0.0f;
+  UNROLL for (uint i = 0; i < 8; ++i) q.m[i] = BITS(float, 0x4B000000u | ((codes >> (2 * i)) & 3u)) - 8388609.0f;
+  return q;
 """,
     "Q5_1": r"""
-  const float d = half_(b.u16(0)), m = half_(b.u16(2));
-  const uint high = b.u8(4 + g);
-  W8 w;
-  for (uint i = 0; i < 8; ++i) {
-    const uint code = ((b.u8(8 + 8 * (g & 1) + i) >> (4 * (g >> 1))) & 15) | (((high >> i) & 1) << 4);
-    w.v[i] = d * float(code) + m;
-  }
-  return w;
+  const uint codes = b.u32(8 + 4 * g), low = b.u32(4) >> (4 * g), high = low >> 16;
+  const uint first = ((low & 1) << 4) | ((low & 2) << 11) | ((low & 4) << 18) | ((low & 8) << 25);
+  const uint second = ((high & 1) << 4) | ((high & 2) << 11) | ((high & 4) << 18) | ((high & 8) << 25);
+  return bytes_(half_(b.u16(0)), -half_(b.u16(2)), (codes & 0x0F0F0F0Fu) | first, ((codes >> 4) & 0x0F0F0F0Fu) | second,
+                0.0f);
 """,
     "Q8_0": r"""
-  const float d = half_(b.u16(0));
-  W8 w;
-  for (uint i = 0; i < 8; ++i) w.v[i] = d * i8_(b.u8(2 + 8 * g + i));
-  return w;
+  return bytes_(half_(b.u16(0)), 0.0f, b.u32(2 + 8 * g) ^ 0x80808080u, b.u32(6 + 8 * g) ^ 0x80808080u, 128.0f);
 """,
     "Q4_K": _K_SCALES
     + r"""
-  W8 w;
-  for (uint i = 0; i < 8; ++i) {
-    const uint code = (b.u8(16 + 32 * (r >> 1) + 8 * (g & 3) + i) >> (4 * (r & 1))) & 15;
-    w.v[i] = scale * float(code) - least;
-  }
-  return w;
+  const uint at = 16 + 32 * (r >> 1) + 8 * (g & 3), shift = 4 * (r & 1);
+  return bytes_(scale, least, (b.u32(at) >> shift) & 0x0F0F0F0Fu, (b.u32(at + 4) >> shift) & 0x0F0F0F0Fu, 0.0f);
 """,
     "Q5_K": _K_SCALES
     + r"""
-  W8 w;
-  for (uint i = 0; i < 8; ++i) {
-    const uint l = 8 * (g & 3) + i;
-    const uint code = ((b.u8(48 + 32 * (r >> 1) + l) >> (4 * (r & 1))) & 15) | (((b.u8(16 + l) >> r) & 1) << 4);
-    w.v[i] = scale * float(code) - least;
-  }
-  return w;
+  const uint l = 8 * (g & 3), at = 48 + 32 * (r >> 1) + l, shift = 4 * (r & 1);
+  const uint low = ((b.u32(16 + l) >> r) & 0x01010101u) << 4, high = ((b.u32(20 + l) >> r) & 0x01010101u) << 4;
+  return bytes_(scale, least, ((b.u32(at) >> shift) & 0x0F0F0F0Fu) | low,
+                ((b.u32(at + 4) >> shift) & 0x0F0F0F0Fu) | high, 0.0f);
 """,
     "Q6_K": r"""
-  const uint h = g >> 4, r = (g >> 2) & 3;
-  const float scale = half_(b.u16(208)) * i8_(b.u8(192 + (g >> 1)));
-  W8 w;
-  for (uint i = 0; i < 8; ++i) {
-    const uint l = 8 * (g & 3) + i;
-    const uint low = (b.u8(64 * h + 32 * (r & 1) + l) >> (4 * (r >> 1))) & 15;
-    const uint code = low | (((b.u8(128 + 32 * h + l) >> (2 * r)) & 3) << 4);
-    w.v[i] = scale * (float(code) - 32.0f);
-  }
-  return w;
+  const uint h = g >> 4, r = (g >> 2) & 3, l = 8 * (g & 3);
+  const uint at = 64 * h + 32 * (r & 1) + l, shift = 4 * (r >> 1);
+  const uint low = ((b.u32(128 + 32 * h + l) >> (2 * r)) & 0x03030303u) << 4;
+  const uint high = ((b.u32(132 + 32 * h + l) >> (2 * r)) & 0x03030303u) << 4;
+  const float scale = half_(b.u16(208)) * float(int(b.u8(192 + (g >> 1)) ^ 128u) - 128);
+  return bytes_(scale, 0.0f, ((b.u32(at) >> shift) & 0x0F0F0F0Fu) | low,
+                ((b.u32(at + 4) >> shift) & 0x0F0F0F0Fu) | high, 32.0f);
 """,
     "IQ4_NL": r"""
-  const float d = half_(b.u16(0));
-  W8 w;
-  for (uint i = 0; i < 8; ++i) {
-    const uint code = (b.u8(2 + 8 * (g & 1) + i) >> (4 * (g >> 1))) & 15;
-    w.v[i] = d * i8_(byte_(table[code >> 2], code));
-  }
-  return w;
+  return nibbles_(half_(b.u16(0)), b.u32(2 + 4 * g), table);
 """,
     "IQ4_XS": r"""
   const uint r = g >> 2;
   const uint low = (b.u8(4 + (r >> 1)) >> (4 * (r & 1))) & 15, high = (b.u16(2) >> (2 * r)) & 3;
-  const float scale = half_(b.u16(0)) * (float(low + 16 * high) - 32.0f);
-  W8 w;
-  for (uint i = 0; i < 8; ++i) {
-    const uint code = (b.u8(8 + 16 * r + 8 * (g & 1) + i) >> (4 * ((g >> 1) & 1))) & 15;
-    w.v[i] = scale * i8_(byte_(table[code >> 2], code));
-  }
-  return w;
+  return nibbles_(half_(b.u16(0)) * float(int(low + 16 * high) - 32), b.u32(8 + 4 * g), table);
 """,
     "IQ2_XXS": r"""
-  const uint at = 2 + 8 * (g >> 2), q = g & 3;
-  const uint index = b.u8(at + q), word = b.u32(at + 4);
+  const uint at = 2 + 8 * (g >> 2), q = g & 3, word = b.u32(at + 4);
   const float scale = half_(b.u16(0)) * (float(word >> 28) + 0.5f) * 0.25f;
-  return signed_(scale, table[2 * index], table[2 * index + 1], parity_signs_((word >> (7 * q)) & 127));
+  const uint4 w = table[b.u8(at + q)];
+  return signed_(scale, w.x, w.y, w.z, w.w, spread7_((word >> (7 * q)) & 127));
 """,
     "IQ2_XS": r"""
-  const uint word = b.u16(2 + 2 * g), index = word & 511;
-  const uint s = (b.u8(66 + (g >> 2)) >> (4 * ((g >> 1) & 1))) & 15;
+  const uint word = b.u16(2 + 2 * g), s = (b.u8(66 + (g >> 2)) >> (4 * ((g >> 1) & 1))) & 15;
   const float scale = half_(b.u16(0)) * (float(s) + 0.5f) * 0.25f;
-  return signed_(scale, table[2 * index], table[2 * index + 1], parity_signs_(word >> 9));
+  const uint4 w = table[word & 511];
+  return signed_(scale, w.x, w.y, w.z, w.w, spread7_(word >> 9));
 """,
     "IQ2_S": r"""
   const uint index = b.u8(2 + g) | (((b.u8(66 + (g >> 2)) >> (2 * (g & 3))) & 3) << 8);
   const uint s = (b.u8(74 + (g >> 2)) >> (4 * ((g >> 1) & 1))) & 15;
   const float scale = half_(b.u16(0)) * (float(s) + 0.5f) * 0.25f;
-  return signed_(scale, table[2 * index], table[2 * index + 1], b.u8(34 + g));
+  const uint4 w = table[index];
+  return signed_(scale, w.x, w.y, w.z, w.w, spread_(b.u8(34 + g)));
 """,
     "IQ3_XXS": r"""
   const uint word = b.u32(66 + 4 * (g >> 2));
   const float scale = half_(b.u16(0)) * (float(word >> 28) + 0.5f) * 0.5f;
-  const uint signs = parity_signs_((word >> (7 * (g & 3))) & 127);
-  return signed_(scale, table[b.u8(2 + 2 * g)], table[b.u8(3 + 2 * g)], signs);
+  const uint2 v = table[b.u8(2 + 2 * g)], w = table[b.u8(3 + 2 * g)];
+  return signed_(scale, v.x, v.y, w.x, w.y, spread7_((word >> (7 * (g & 3))) & 127));
 """,
     "IQ3_S": r"""
   const uint high = b.u8(66 + (g >> 2)) >> (2 * (g & 3));
   const uint first = b.u8(2 + 2 * g) | ((high & 1) << 8), second = b.u8(3 + 2 * g) | (((high >> 1) & 1) << 8);
   const uint s = (b.u8(106 + (g >> 3)) >> (4 * ((g >> 2) & 1))) & 15;
-  return signed_(half_(b.u16(0)) * float(2 * s + 1), table[first], table[second], b.u8(74 + g));
+  const uint2 v = table[first], w = table[second];
+  return signed_(half_(b.u16(0)) * float(2 * s + 1), v.x, v.y, w.x, w.y, spread_(b.u8(74 + g)));
 """,
     "IQ1_S": r"""
   const uint word = b.u16(34 + 2 * (g >> 2));
-  const uint index = b.u8(2 + g) | (((word >> (3 * (g & 3))) & 7) << 8);
+  const uint2 w = table[b.u8(2 + g) | (((word >> (3 * (g & 3))) & 7) << 8)];
   const float scale = half_(b.u16(0)) * float(2 * ((word >> 12) & 7) + 1);
-  return shifted_(scale, table[2 * index], table[2 * index + 1], (word >> 15) ? -0.125f : 0.125f);
+  return ternary_(scale, w.x, w.y, (word >> 15) ? -0.125f : 0.125f);
 """,
     "IQ1_M": r"""
   const uint nibble = (b.u8(32 + (g >> 1)) >> (4 * (g & 1))) & 15;
-  const uint index = b.u8(g) | ((nibble & 7) << 8);
+  const uint2 w = table[b.u8(g) | ((nibble & 7) << 8)];
   uint d = 0;
   for (uint k = 0; k < 4; ++k) d |= (b.u16(48 + 2 * k) >> 12) << (4 * k);
   const uint s = (b.u16(48 + 2 * (g >> 3)) >> (3 * ((g >> 1) & 3))) & 7;
-  const float scale = half_(d) * float(2 * s + 1);
-  return shifted_(scale, table[2 * index], table[2 * index + 1], (nibble >> 3) ? -0.125f : 0.125f);
+  return ternary_(half_(d) * float(2 * s + 1), w.x, w.y, (nibble >> 3) ? -0.125f : 0.125f);
 """,
 }
 
@@ -221,6 +240,8 @@ _TABLES = {
     "IQ1_S": "IQ1_S",
     "IQ1_M": "IQ1_S",
 }
+_NIBBLES = ("IQ4_NL", "IQ4_XS", "Q5_1")
+_WITH_LEAST = ("Q4_K", "Q5_K", "Q5_1")
 
 
 def has_decoder(format: BlockFormat) -> bool:
@@ -228,45 +249,88 @@ def has_decoder(format: BlockFormat) -> bool:
     return format.name in _DECODERS
 
 
+def alignment(format: BlockFormat) -> int:
+    """What the address of a row must be a multiple of, in bytes: 2 or 4."""
+    return math.gcd(_unit_bytes(format), 4)
+
+
 def decoder_header(**roles: BlockFormat) -> str:
-    """The header text of a kernel that calls ``decode_<role>(row, group)`` for every role; each type's text once."""
-    names = dict.fromkeys(format.name for format in roles.values())
+    """The header text of a kernel that reads these formats; each type's text once.
+
+    For every role: ``decode_<role>(row, group)`` with a pointer to the row's first byte, ``first_<role>(group)`` and
+    ``second_<role>(group)``, and ``HAS_LEAST_<role>``, 0 where ``least`` is always 0.
+    """
     formats = {format.name: format for format in roles.values()}
-    parts = [_ACCESS, _HELPERS, *(_function(formats[name]) for name in names)]
-    for role, format in roles.items():
-        table = f", {_input_name(format.name)}" if format.name in _TABLES else ""
-        parts.append(f"#define decode_{role}(row, group) decode_{format.name}_(row, group{table})\n")
-    return "".join(parts)
+    decoders = "".join(map(_function, formats.values()))
+    used = decoders + "".join(text for name, text in _HELPERS.items() if name + "(" in decoders)
+    helpers = [text for name, text in _HELPERS.items() if name + "(" in used]
+    return "".join([_ACCESS, *helpers, decoders, *(_macros(role, format) for role, format in roles.items())])
 
 
 def table_names(*formats: BlockFormat) -> list[str]:
     """Names of the inputs that hold these formats' codebooks, each once."""
-    return list(dict.fromkeys(_input_name(format.name) for format in formats if format.name in _TABLES))
+    return list(dict.fromkeys(f"table_{_TABLES[format.name]}" for format in formats if format.name in _TABLES))
 
 
 def table_arrays(*formats: BlockFormat) -> list[mx.array]:
-    """What goes in for ``table_names``: uint32, at least 8 elements, the same arrays at every call."""
-    return [_table(name) for name in dict.fromkeys(_TABLES[f.name] for f in formats if f.name in _TABLES)]
+    """What goes in for ``table_names``: uint32 [entries, words], the same arrays at every call."""
+    return [_table(name) for name in _table_kinds(formats)]
+
+
+def table_staging(*formats: BlockFormat) -> str:
+    """The beginning of a body: all ``THREADS`` threads copy the codebooks to threadgroup memory, then wait."""
+    lines = []
+    for name in _table_kinds(formats):
+        entries, words = _table(name).shape
+        kind = f"uint{words}" if words > 1 else "uint"
+        lines.append(f"  SHARED {kind} staged_{name}[{entries}];\n")
+        lines.append(f"  for (uint i = tid.x; i < {entries}; i += THREADS) ")
+        lines.append(f"staged_{name}[i] = CAST({kind}, table_{name})[i];\n")
+    return "".join(lines) + ("  BARRIER();\n" if lines else "")
+
+
+def _table_kinds(formats: tuple[BlockFormat, ...]) -> list[str]:
+    return list(dict.fromkeys(_TABLES[format.name] for format in formats if format.name in _TABLES))
 
 
 @cache
 def _table(name: str) -> mx.array:
-    twice = np.tile(np.array(IQ4_VALUES, dtype=np.int8), 2)  # 8 words
-    packed = twice if name == "IQ4" else grid_array(name)
-    return mx.array(np.ascontiguousarray(packed).reshape(-1).view(np.uint32))
+    if name == "IQ4":  # a byte of two codes -> two halves
+        values = np.array(IQ4_VALUES, dtype=np.float16)
+        packed = np.stack([np.tile(values, 16), np.repeat(values, 16)], axis=-1)
+    elif name == "IQ1_S":  # bytes, one more than the values -1, 0 and 1
+        packed = grid_array(name) + np.int8(1)
+    else:
+        packed = grid_array(name).astype(np.float16)
+    return mx.array(np.ascontiguousarray(packed).view(np.uint32))
 
 
-def _input_name(name: str) -> str:
-    return f"table_{_TABLES[name]}"
+def _unit(format: BlockFormat) -> int:
+    """Weights per block; formats of single weights count as blocks of a group."""
+    return max(format.block_weights, GROUP)
+
+
+def _unit_bytes(format: BlockFormat) -> int:
+    return format.row_bytes(_unit(format))
 
 
 def _function(format: BlockFormat) -> str:
-    """One decoder as a function of the row; formats of single weights count as blocks of a group."""
-    unit = max(format.block_weights, GROUP)
-    table = format.name in _TABLES
+    """One decoder as a function of the row."""
+    table, groups = format.name in _TABLES, _unit(format) // GROUP
     return (
-        f"template <typename R{', typename G' if table else ''}> "
-        f"FN W8 decode_{format.name}_(R row, uint group{', G table' if table else ''}) {{\n"
-        f"  const auto b = row.block(group / {unit // GROUP}, {format.row_bytes(unit)});\n"
-        f"  const uint g = group % {unit // GROUP};{_DECODERS[format.name]}}}\n"
+        f"template <typename P{', typename G' if table else ''}> "
+        f"FN Group decode_{format.name}_(P row, uint group{', G table' if table else ''}) {{\n"
+        f"  const auto b = block_of<{_unit_bytes(format)}, {alignment(format)}>(row, group / {groups});\n"
+        f"  const uint g = group % {groups};{_DECODERS[format.name]}}}\n"
+    )
+
+
+def _macros(role: str, format: BlockFormat) -> str:
+    table = f", staged_{_TABLES[format.name]}" if format.name in _TABLES else ""
+    first, apart = ("(32 * ((group) / 4) + 4 * ((group) % 4))", 16) if format.name in _NIBBLES else ("(8 * (group))", 4)
+    return (
+        f"#define decode_{role}(row, group) decode_{format.name}_(row, group{table})\n"
+        f"#define first_{role}(group) {first}\n"
+        f"#define second_{role}(group) ({first} + {apart})\n"
+        f"#define HAS_LEAST_{role} {int(format.name in _WITH_LEAST)}\n"
     )

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from custom_kernels.dequant_gemv import block_dequantize, block_gemv
-from custom_kernels.dequant_gemv.kernel import block_dequantize_launch, block_gemv_launch, supports
+from custom_kernels.dequant_gemv.kernel import block_dequantize_launch, block_gemv_launch, lanes_per_row, supports
 from custom_kernels.dequant_gemv.reference import naive_block_dequantize, naive_block_gemv
 from custom_kernels.dispatch import forced
 from custom_kernels.ggml_blocks import FORMATS, BlockFormat, format_by_name, naive_dequantize
@@ -164,6 +164,11 @@ def test_sizes_that_go_to_the_reference():
     assert supports(bf16, 8, (1 << 31) - 1) and not supports(bf16, 16, 1 << 30)
 
 
+def test_lanes_share_rows_so_that_few_are_idle():
+    widths = {2560: 32, 640: 16, 192: 8, 64: 8, 256: 32, 80: 16, 8: 8, 1024: 32}
+    assert {columns: lanes_per_row(columns) for columns in widths} == widths
+
+
 def test_refusals():
     format = format_by_name("IQ2_XS")
     w = mx.array(packed(format, 2, 256))
@@ -179,7 +184,7 @@ def test_headers_hold_each_type_once_and_tables_are_kept():
     everything = decoder_header(**{format.name.lower(): format for format in FORMATS})
     assert not re.search(r"\b(?:auto|float|u?int|u?short) bits\b", everything), "hides a function of CUDA's prelude"
     text = decoder_header(gate=iq4, up=iq4)
-    assert text.count("W8 decode_IQ4_NL_") == 1 and "decode_up(row, group)" in text
+    assert text.count("Group decode_IQ4_NL_") == 1 and "decode_up(row, group)" in text
     assert table_names(iq4, other, q8) == ["table_IQ4"]
     (table,) = table_arrays(other, iq4)
     assert table.size >= 8 and table is table_arrays(iq4)[0]

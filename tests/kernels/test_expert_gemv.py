@@ -30,7 +30,7 @@ everywhere = pytest.mark.parametrize("where", EVERYWHERE)
 
 _PAGES = [(0, 1), (2, 0), (1, 2), (0, 0), (3, 1), (1, 0)]
 """(chunk, place) of each expert; places are counted in records, so two records of a chunk lie side by side."""
-_BASES = (0, 4096, 1, 16383)
+_BASES = (0, 4096, 16, 16368)
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Layer:
     def __init__(self, case: Case):
         H, I = case.hidden, case.width
         self.gate = Matrix(format_by_name(case.gate), I, H)
-        self.up = Matrix(format_by_name(case.up), I, H, I * self.gate.row_bytes + 3)  # at an odd address
+        self.up = Matrix(format_by_name(case.up), I, H, I * self.gate.row_bytes + 4)  # nothing wider than words
         self.down = Matrix(format_by_name(case.down), H - 3, I, self.up.offset + I * self.up.row_bytes + 8)
         pages = -(-(self.down.offset + self.down.rows * self.down.row_bytes) // PAGE_BYTES)
         chunks = [np.full(base + 3 * pages * PAGE_BYTES + 5, 255, dtype=np.uint8) for base in _BASES]
@@ -273,4 +273,25 @@ def test_refusals():
         Arena(layer.arena.chunks, (0, 0))
     with pytest.raises(ValueError, match=r"chunk 0 is .*needed: flat uint8, a page after 4096"):
         Arena((mx.zeros(PAGE_BYTES, dtype=mx.uint8),), (4096,))
+    with pytest.raises(ValueError, match="chunk 0 has its base at byte 2; allowed: multiples of 16"):
+        Arena((mx.zeros(2 * PAGE_BYTES, dtype=mx.uint8),), (2,))
     assert supports_experts(words, layer.gate) and not supports_experts(words[:0], layer.gate)
+    iq2, q4 = format_by_name("IQ2_XS"), format_by_name("Q4_K")
+    assert supports_experts(words, Matrix(iq2, 2, 256, 2)) and not supports_experts(words, Matrix(iq2, 2, 256, 1))
+    assert supports_experts(words, Matrix(q4, 2, 256, 4)) and not supports_experts(words, Matrix(q4, 2, 256, 2))
+
+
+@pytest.mark.full
+@pytest.mark.skipif(mx.default_device() == mx.Device(mx.cpu), reason="MLX runs on the CPU")
+def test_records_beyond_4_gib():
+    """Offsets into a chunk are 64-bit: the same record at the start of one chunk and past 4 GiB of another."""
+    layer = layer_of(CASES[0])
+    first = layer.arena.chunks[0]
+    far = (1 << 32) // PAGE_BYTES + 3
+    chunk = mx.concatenate([mx.zeros(far * PAGE_BYTES, dtype=mx.uint8), first])
+    arena, x = Arena((first, chunk)), layer.x(1)
+    words = mx.array([[layer.words[0], 1 << 28 | far + (layer.words[0] & 0x0FFFFFFF)]], dtype=mx.uint32)
+    (h,) = outputs(expert_gate_up_launch(x, words, arena, layer.gate, layer.up), "gpu")
+    (partials,) = outputs(expert_down_launch(h, words, arena, layer.down), "gpu")
+    for name, pair in {"h": h[0], "partials": partials[0]}.items():
+        assert mx.array_equal(pair[0], pair[1]) and mx.abs(pair).max() > 0, name

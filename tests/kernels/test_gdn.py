@@ -6,7 +6,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from custom_kernels.gdn_step import Inputs, Spec, Weights, gdn_commit, gdn_prefill, gdn_step
+from custom_kernels import dispatch
+from custom_kernels import gdn_step as entry
+from custom_kernels.gdn_step import Inputs, Spec, Weights, gdn_commit, gdn_prefill, gdn_step, supports
 from custom_kernels.gdn_step.rule import chunked_delta_rule, naive_delta_rule
 
 
@@ -153,3 +155,33 @@ def test_commit_is_bit_equal_to_stepping(spec, keep):
         _, want, _ = gdn_step(single, weights, spec)
         history = mx.concatenate([history, inputs.qkv[:, one]], axis=1)[:, 1:]
     assert mx.array_equal(gdn_commit(inputs.state, log, keep), want)
+
+
+@pytest.mark.parametrize("keep", [-1, 4])
+def test_commit_refuses_what_the_log_does_not_hold(keep):
+    inputs, weights = op_inputs(SPECS[0], 1, 3)
+    _, _, log = gdn_step(inputs, weights, SPECS[0])
+    with pytest.raises(ValueError, match=f"keep is {keep}; the log holds 3"):
+        gdn_commit(inputs.state, log, keep)
+
+
+def test_sizes_that_go_to_the_reference():
+    state = mx.zeros((2, 3, 256, 128))
+    assert all(supports(state, tokens) for tokens in range(1, 9))
+    for tokens, shape in [(0, state.shape), (9, state.shape), (1, (2, 3, 257, 128)), (1, (2, 3, 128, 257))]:
+        assert not supports(mx.zeros(shape), tokens)
+    assert not supports(mx.zeros((0, 3, 16, 16)), 1)
+    inputs, weights = op_inputs(SPECS[0], 1, 9)
+    with dispatch.forced("metal"):
+        _, _, log = gdn_step(inputs, weights, SPECS[0])
+        assert gdn_commit(inputs.state, log, 9).shape == inputs.state.shape
+
+
+@pytest.mark.parametrize("disabled", ["gdn_step", "gdn_commit"])
+def test_one_back_end_for_steps_and_replays(monkeypatch, disabled):
+    """A replay by another back end would not have the bits of the steps."""
+    backend = {"gdn_step": "metal", "gdn_commit": "metal", disabled: "reference"}
+    monkeypatch.setattr(entry, "choose", lambda op: dispatch.Choice(backend[op], "test"))
+    inputs, weights = op_inputs(SPECS[0], 1, 2)
+    _, state, log = gdn_step(inputs, weights, SPECS[0])
+    assert mx.array_equal(gdn_commit(inputs.state, log, 2), state)

@@ -6,6 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from custom_kernels.dispatch import choose
 from custom_kernels.moce_route import NO_SLOT, Policy, moce_route, plain_route
 
 
@@ -87,7 +88,9 @@ def test_cache_aware_routing(case, resident, normalize):
     assert got.misses.tolist() == misses + [NO_SLOT] * (tokens * k - len(misses))
     if policy.bonus == 0:
         plain_ids, plain_weights = plain_route(mx.array(logits), k, normalize)
-        assert mx.array_equal(plain_ids, got.ids) and mx.array_equal(plain_weights, got.weights)
+        assert mx.array_equal(plain_ids, got.ids)
+        same = choose("moce_route").backend == "reference"  # a kernel rounds exp in its own way
+        assert mx.allclose(plain_weights, got.weights, atol=0 if same else 1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("policy", [Policy(-0.1), Policy(1.0, -1), Policy(1.0, 3, 9)])
