@@ -1,8 +1,8 @@
 """Projections, embeddings, norms and rotary positions shared by the blocks of a model.
 
-Every product on the decode path goes through ``by_rows``: for windows of up to ``WINDOW`` tokens it runs one token at a
-time, so that a token's result does not depend on how many tokens share its pass. (Matrix products choose their
-algorithm, and with it their rounding, by size.)
+In windows of up to ``WINDOW`` tokens products run one token at a time (``by_rows``, ``ExpertLinear``), so that the
+result for a token does not depend on how many tokens share its pass. (Matrix products choose their algorithm, and with
+it their rounding, by size.) ``tests/test_row_stability.py`` lists the functions that may multiply matrices.
 """
 
 from __future__ import annotations
@@ -94,7 +94,15 @@ class ExpertLinear(PackedWeight):
         super().__init__(experts, outputs, inputs)
 
     def __call__(self, x: mx.array, ids: mx.array, sorted_ids: bool = False) -> mx.array:
-        """x [..., 1, in] with expert ids [...] -> [..., 1, out]: each row times the matrix of its expert."""
+        """x [N, ..., 1, in] with expert ids [N, ...] -> [N, ..., 1, out]: each row times the matrix of its expert.
+
+        One entry of the first axis at a time, whatever their number, unless the ids are sorted (prompts).
+        """
+        if sorted_ids or len(ids) == 1:
+            return self._gathered(x, ids, sorted_ids)
+        return mx.concatenate([self._gathered(x[i : i + 1], ids[i : i + 1]) for i in range(len(ids))])
+
+    def _gathered(self, x: mx.array, ids: mx.array, sorted_ids: bool = False) -> mx.array:
         if self._packing is None or (on_cpu() and sorted_ids):
             return _gather_mm(x, self.dequantized().swapaxes(-1, -2), ids, sorted_ids)
         return mx.gather_qmm(
@@ -110,7 +118,12 @@ class ExpertLinear(PackedWeight):
 
 
 def _gather_mm(x: mx.array, weights: mx.array, ids: mx.array, sorted_ids: bool) -> mx.array:
-    """mx.gather_mm, which on a CPU knows float32 only: there, few rows copy their matrices and many convert all."""
+    """mx.gather_mm, which on a CPU knows float32 only: there, few rows copy their matrices and many convert all.
+
+    MLX's GPU kernels for sorted ids take the stride of the axis of length 1 for the distance between rows (ml-explore/mlx
+    pull request 3960), and x[:, None] has any stride there; reshaping x gives it that of a row.
+    """
+    x = x.reshape(-1, x.shape[-1]).reshape(x.shape)
     if weights.dtype == mx.float32 or not on_cpu():
         return mx.gather_mm(x, weights, rhs_indices=ids, sorted_indices=sorted_ids)
     if not sorted_ids:

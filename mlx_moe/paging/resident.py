@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import mlx.nn as nn
 
-from custom_kernels.moce_route import plain_route
+from custom_kernels.moce_route import moce_route, plain_route
 from mlx_moe.config import ModelConfig
 from mlx_moe.models.layers import WINDOW, Embedding, ExpertLinear
 from mlx_moe.paging.ngram import NgramHash
@@ -23,7 +23,7 @@ class LayerExperts(nn.Module):
         self.down_proj = ExpertLinear(config.num_experts, width, hidden)
 
     def __call__(self, x: mx.array, ids: mx.array, sorted_ids: bool = False) -> mx.array:
-        """x [..., 1, H] with expert ids [...] -> [..., 1, H]."""
+        """x [N, ..., 1, H] with expert ids [N, ...] -> [N, ..., 1, H]."""
         gate, up = mx.split(self.gate_up_proj(x, ids, sorted_ids), 2, axis=-1)
         return self.down_proj(nn.silu(gate) * up, ids, sorted_ids)
 
@@ -34,6 +34,8 @@ class ResidentExperts(nn.Module):
     def __init__(self, config: ModelConfig, layers: int):
         super().__init__()
         self._top_k, self._normalize = config.num_experts_per_tok, config.norm_topk_prob
+        self._words = mx.arange(config.num_experts, dtype=mx.uint32)  # expert e is page e of the only chunk
+        mx.eval(self._words)
         self.layers = [LayerExperts(config) for _ in range(layers)]
 
     def bind(self, routers: Sequence[mx.array]) -> None:
@@ -49,21 +51,27 @@ class ResidentExperts(nn.Module):
         self, layer: int, x: mx.array, logits: mx.array, also: tuple[mx.array, ...] = (), phase: str = "decode"
     ) -> mx.array:
         """See ExpertSource. Windows run expert by expert of each token; prompts sorted by expert."""
-        ids, weights = plain_route(logits, self._top_k, self._normalize)
-        weights = weights.astype(x.dtype)
-        run = self._each if phase == "decode" else self._sorted
-        y = run(self.layers[layer], x, ids)
-        return (y.astype(mx.float32) * weights[..., None].astype(mx.float32)).sum(axis=-2).astype(x.dtype)
+        if phase == "decode":
+            ids, weights = self._route(logits)
+            y = self.layers[layer](x[:, None, None], ids)[:, :, 0]
+        else:
+            ids, weights = plain_route(logits, self._top_k, self._normalize)
+            y = self._sorted(self.layers[layer], x, ids)
+        weights = weights.astype(x.dtype).astype(mx.float32)
+        return (y.astype(mx.float32) * weights[..., None]).sum(axis=-2).astype(x.dtype)
 
-    def _each(self, experts: LayerExperts, x: mx.array, ids: mx.array) -> mx.array:
-        """[T, H], [T, k] -> [T, k, H], one token at a time within a window."""
-        rows = range(x.shape[0]) if 1 < x.shape[0] <= WINDOW else [slice(None)]
-        if len(rows) == 1:
-            return experts(x[:, None, None], ids)[:, :, 0]
-        return mx.concatenate([experts(x[t : t + 1, None, None], ids[t : t + 1])[:, :, 0] for t in rows])
+    def _route(self, logits: mx.array) -> tuple[mx.array, mx.array]:
+        """ids and weights [T, k]. Batches of windows go in parts of a window's size, so that all take the same path."""
+        parts = [
+            moce_route(logits[i : i + WINDOW], self._words, self._top_k, normalize=self._normalize)
+            for i in range(0, len(logits), WINDOW)
+        ]
+        if len(parts) == 1:
+            return parts[0].ids, parts[0].weights
+        return mx.concatenate([part.ids for part in parts]), mx.concatenate([part.weights for part in parts])
 
     def _sorted(self, experts: LayerExperts, x: mx.array, ids: mx.array) -> mx.array:
-        """The same for many tokens: rows of one expert stand together."""
+        """[T, H], [T, k] -> [T, k, H] for many tokens: rows of one expert stand together."""
         flat = ids.reshape(-1)
         order = mx.argsort(flat)
         y = experts(x[order // ids.shape[-1]][:, None], flat[order], sorted_ids=True)[:, 0]

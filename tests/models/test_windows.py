@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 
 import mlx.core as mx
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 import checkpoints
+import mlx_moe
 from mlx_moe.cache import WINDOW, begin, commit
 from mlx_moe.formats.prompt_cache import load_prompt_cache, save_prompt_cache
 from mlx_moe.formats.safetensors import FileFormatError
@@ -67,6 +69,33 @@ def test_window_rows_are_bit_equal_to_steps(models, name, dtype):
             window = model(ids[:, prompt : prompt + n], cache=windowed)
             assert mx.array_equal(mx.concatenate(rows, axis=1), window), f"{name} {dtype}: {n} rows after {prompt}"
             assert _same(_bits(stepped), _bits(windowed)), f"{name} {dtype}: states, {n} rows after {prompt}"
+
+
+@pytest.fixture(scope="module")
+def demo():
+    """The demonstration model, as a user loads it."""
+    return mlx_moe.load_model()[0]
+
+
+@pytest.mark.parametrize(("prompt", "rows"), [(3, 2), (255, 1), pytest.param(255, 2, marks=pytest.mark.full)])
+def test_windows_of_the_demonstration_model_are_bit_equal_to_steps(demo, prompt, rows):
+    """8 tokens in windows of 1 to 8, on the device that MLX has.
+
+    The second prompt ends where buffers grow (256 positions) and where attention becomes sparse (259).
+    """
+    ids = np.random.default_rng(prompt).integers(0, demo.config.vocab_size, (rows, prompt + WINDOW))
+    ids = mx.array(ids.astype(np.int32))
+    start = demo.make_cache()
+    demo(ids[:, :prompt], cache=start)
+    stepped = None
+    for n in range(1, WINDOW + 1):
+        cache = copy.deepcopy(start)
+        parts = [demo(ids[:, t : t + n], cache=cache) for t in range(prompt, prompt + WINDOW, n)]
+        logits, states = mx.concatenate(parts, axis=1), _bits(cache)
+        stepped = stepped or (logits, states)
+        different = mx.any(logits != stepped[0], axis=(0, 2)).tolist()
+        assert not any(different), f"windows of {n} after {prompt}: tokens whose logits differ: {different}"
+        assert _same(states, stepped[1]), f"windows of {n} after {prompt}: states"
 
 
 def _roll_back_and_continue(model, prompt: int, steps: int, drop: int, pieces: str) -> None:

@@ -66,19 +66,14 @@ class SparseAttention(nn.Module):
         T = q.shape[2]
         if T > WINDOW:
             end = start + T
-            return mx.fast.scaled_dot_product_attention(
-                q, keys[:, :, :end], values[:, :, :end], scale=self._scale, mask="causal"
-            )
-        rows = [
-            mx.fast.scaled_dot_product_attention(
-                q[:, :, t : t + 1],
-                keys[:, :, : start + t + 1],
-                values[:, :, : start + t + 1],
-                scale=self._scale,
-            )
-            for t in range(T)
-        ]
+            return self._attend(q, keys[:, :, :end], values[:, :, :end], "causal")
+        ends = range(start + 1, start + T + 1)
+        rows = [self._attend(q[:, :, t : t + 1], keys[:, :, :end], values[:, :, :end]) for t, end in enumerate(ends)]
         return rows[0] if T == 1 else mx.concatenate(rows, axis=2)
+
+    def _attend(self, q: mx.array, keys: mx.array, values: mx.array, mask: mx.array | str | None = None) -> mx.array:
+        """Attention of q [B, heads, T, D]; of a window, one query at a time."""
+        return mx.fast.scaled_dot_product_attention(q, keys, values, scale=self._scale, mask=mask)
 
     def _sparse(
         self, q: mx.array, index_q: mx.array, keys: mx.array, values: mx.array, blocks: mx.array, start: int
@@ -91,10 +86,7 @@ class SparseAttention(nn.Module):
             rows = slice(t, t + tile)
             tokens, counts = self.indexer.select(index_q[:, rows], blocks, start + t)
             k, v = (mx.take(source, tokens, axis=1).swapaxes(0, 1) for source in (keys, values))  # [t, Hkv, n, D]
-            out = mx.fast.scaled_dot_product_attention(
-                q[:, rows].swapaxes(0, 1)[:, :, None], k, v, scale=self._scale, mask=counts[:, None, None]
-            )
-            parts.append(out[:, :, 0])
+            parts.append(self._attend(q[:, rows].swapaxes(0, 1)[:, :, None], k, v, counts[:, None, None])[:, :, 0])
         out = parts[0] if len(parts) == 1 else mx.concatenate(parts)  # [T, heads, D]
         return out.swapaxes(0, 1)
 

@@ -61,16 +61,18 @@ class Indexer(nn.Module):
 
         Args:
             q: [heads, T, Di] index queries of one sequence, the first at position ``start`` (``dense_until`` or later).
-            blocks: [n, Di] keys of the complete blocks.
+            blocks: [n, Di] keys of the complete blocks. Those that complete after the last of the queries are not
+                read, so a query's scores do not depend on the tokens after it.
 
         Returns:
             token positions [T, budget + ratio - 1] int32, ascending within the blocks and then within the tail, and
             which of them count (the tail has 0 to ratio - 1 tokens). Equal scores go to the earlier block.
         """
-        T, n = q.shape[1], blocks.shape[0]
+        T = q.shape[1]
+        n = (start + T) // self._ratio
         positions = start + mx.arange(T, dtype=mx.int32)
         complete = (positions + 1) // self._ratio
-        scores = mx.maximum(q.astype(mx.float32) @ blocks.astype(mx.float32).T, 0).sum(axis=0) * self._dim**-0.5
+        scores = mx.maximum(q.astype(mx.float32) @ blocks[:n].astype(mx.float32).T, 0).sum(axis=0) * self._dim**-0.5
         ids = mx.arange(n, dtype=mx.int64)
         keys = ids - mx.view(scores, mx.int32).astype(mx.int64) * (1 << 24)  # all different; best first
         keys = mx.where(ids < complete[:, None], keys, 1 << 24)
