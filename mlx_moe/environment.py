@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 
 def full_float32() -> None:
@@ -13,3 +14,14 @@ def full_float32() -> None:
     product.
     """
     os.environ.setdefault("MLX_ENABLE_TF32", "0")
+
+
+def cache_folder() -> Path | None:
+    """The folder for what can be made again: ``mlx_moe`` in XDG_CACHE_HOME, else in ~/.cache; None without a home."""
+    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if given.is_absolute():  # others are to be ignored, says the XDG specification
+        return given / "mlx_moe"
+    try:
+        return Path.home() / ".cache" / "mlx_moe"
+    except RuntimeError:
+        return None

@@ -21,12 +21,16 @@ from mlx_moe.models.qwen4_exp import Model
 from mlx_moe.models.qwen4_exp import sanitize as names
 from mlx_moe.paging.ngram import NgramHash
 from mlx_moe.paging.resident import ResidentExperts, ResidentRows
+from mlx_moe.verdicts import require_kernels
 
 logger = logging.getLogger(__name__)
 
 DTYPES = (mx.float32, mx.bfloat16, mx.float16)
 DEMO = Path(__file__).parent / "demo"
 """The demonstration model that comes with the package."""
+
+KERNELS = frozenset({("gdn_step", ""), ("gdn_commit", ""), ("moce_route", "")})
+"""(op, variant) of every kernel that a model uses; each is checked once per machine."""
 
 _KEEP_FLOAT32 = ("A_log", "dt_bias")
 _NAMED_DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
@@ -77,6 +81,7 @@ def load_model(
     _assign(model, weights, checkpoint, dtype)
     if not lazy:
         _evaluate(model)
+    require_kernels(KERNELS)
     model.bind()
     return model, raw
 

@@ -21,3 +21,20 @@ def oracle() -> Path:
     if not (ORACLE / "oracle.npz").exists():
         pytest.skip(f"{ORACLE} is not here")
     return ORACLE
+
+
+@pytest.fixture
+def simulated_gpu(monkeypatch, tmp_path) -> Path:
+    """As on a Mac: ops run on Metal text, which the simulator runs. Returns the cache folder, still empty."""
+    from custom_kernels import dispatch
+    from custom_kernels.portable import Launch
+    from metal_sim import why_not
+    from simulated import run
+
+    if reason := why_not():
+        pytest.skip(reason)
+    monkeypatch.setattr(dispatch, "device_choice", lambda: dispatch.Choice("metal", "a simulated GPU"))
+    monkeypatch.setattr(dispatch, "_disabled", {})
+    monkeypatch.setattr(Launch, "run", run)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "mlx_moe"

@@ -10,6 +10,7 @@ VERBS = {
     "generate": "write text after a prompt",
     "chat": "talk with a model",
     "cache-prompt": "process a prompt once and save its cache",
+    "doctor": "check the kernels on this machine",
 }
 
 

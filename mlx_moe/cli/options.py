@@ -52,9 +52,14 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
+def plain_parser(verb: str, description: str) -> argparse.ArgumentParser:
+    """A parser without options. Abbreviations are off, so refusals name the flag."""
+    return _Parser(prog=f"mlx-moe {verb}", description=description, allow_abbrev=False)
+
+
 def parser(verb: str, description: str) -> argparse.ArgumentParser:
-    """A parser with the model options and the refused ones. Abbreviations are off, so refusals name the flag."""
-    out = _Parser(prog=f"mlx-moe {verb}", description=description, allow_abbrev=False)
+    """A parser with the model options and the refused ones."""
+    out = plain_parser(verb, description)
     out.add_argument("--model", help="model folder or Hub repository (default: the demonstration model)")
     out.add_argument(
         "--dtype", choices=DTYPES, help="type to compute in (default: the file's, or float32 without a GPU)"

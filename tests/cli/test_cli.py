@@ -25,6 +25,7 @@ from mlx_moe.cli.chat import HELP, Conversation
 from mlx_moe.sampling import ANSWERING, THINKING, Sampling, chat_sampling
 from tiny_tokenizer import END_THINK, TEMPLATE, THINK, save_tokenizer, short_config
 
+MODEL_VERBS = [verb for verb in VERBS if verb != "doctor"]  # tests/cli/test_doctor.py is the other's
 REFUSED = [flag for flag, *_ in options._REFUSED]
 TEXT = "then the rest of it"
 COUNT = "7"
@@ -139,14 +140,14 @@ def test_version(run, flag):
     assert (result.status, result.out) == (0, f"mlx-moe {mlx_moe.__version__}\n")
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", MODEL_VERBS)
 def test_help_of_a_verb(run, verb):
     result = run(verb, "--help")
     assert result.status == 0 and "--model" in result.out
     assert not any(re.search(rf"{flag}\b", result.out) for flag in REFUSED), "refused flags are not offered"
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", MODEL_VERBS)
 @pytest.mark.parametrize("flag", REFUSED)
 def test_refused_flags(run, verb, flag):
     for values in ([], ["8"], ["a", "b"]):
@@ -156,7 +157,7 @@ def test_refused_flags(run, verb, flag):
         assert len(reason.split()) >= 3, f"no reason: {result.err}"
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", MODEL_VERBS)
 @pytest.mark.parametrize(
     "argv",
     [["--nonsense"], ["--mod", "x"], ["--dtype", "int8"], ["--prefill-step-size", "many"], ["--model"], ["stray"]],
@@ -215,7 +216,7 @@ def test_values_out_of_range_are_one_line(run, bare, argv):
     assert result.err.count("\n") == 1 and "error: " in result.err, result.err
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", MODEL_VERBS)
 def test_model_problems_are_one_line(run, verb, tmp_path, folder):
     needed = ["--prompt", "x", "--prompt-cache-file", tmp_path / "y"] if verb == "cache-prompt" else []
     assert_refused(run(verb, "--model", tmp_path / "nothing", *needed, stdin=""), "nothing")
@@ -261,7 +262,7 @@ def test_model_and_its_default(run, bare, monkeypatch):
     assert_refused(run("generate", "--model", bare / "config.json"), "is a file")
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", MODEL_VERBS)
 def test_dtype(run, bare, folder, monkeypatch, tmp_path, verb):
     found = []
     original = session.open_model
@@ -291,7 +292,7 @@ def passes(monkeypatch) -> list[tuple[int, int]]:
     return calls
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", MODEL_VERBS)
 def test_prefill_step_size(run, folder, tmp_path, passes, verb):
     needed = {
         "generate": ["-p", TEXT, "-m", "1"],
@@ -653,7 +654,7 @@ def test_ctrl_c_while_loading(run, bare, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(session, "open_model", stop)
-    for verb in VERBS:
+    for verb in MODEL_VERBS:
         needed = ["-p", "x", "--prompt-cache-file", "y"] if verb == "cache-prompt" else []
         result = run(verb, "--model", bare, *needed)
         assert result.status == 130 and "Traceback" not in result.err
@@ -921,7 +922,7 @@ COVERED = {
 }
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", MODEL_VERBS)
 def test_every_flag_has_its_test(verb, monkeypatch, run):
     parsers = []
     original = options.parser
