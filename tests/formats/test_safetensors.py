@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -293,12 +295,22 @@ def _mutated(whole: bytes, rng: random.Random) -> bytes:
     return bytes(out)
 
 
-def test_mutated_files_are_read_or_refused(path):
-    whole, rng = encode(HEADER), random.Random(2)
+@pytest.mark.parametrize(
+    ("count", "seed"),
+    [
+        pytest.param(FUZZ, 2, id="fast"),
+        pytest.param(10_000, random.SystemRandom().randrange(1 << 32), id="full", marks=pytest.mark.full),
+    ],
+)
+def test_mutated_files_are_read_or_refused(path, count, seed):
+    print(f"seed {seed}")
+    whole, rng = encode(HEADER), random.Random(seed)
     read = 0
-    for i in range(FUZZ):
+    for i in range(count):
         content = _mutated(whole, rng)
         put(path, content)
+        started = time.perf_counter()
+        tracemalloc.start()
         try:
             tensors, _ = read_header(path)
         except FileFormatError as error:
@@ -306,6 +318,11 @@ def test_mutated_files_are_read_or_refused(path):
             with pytest.raises(FileFormatError):
                 load_tensors(path)
             continue
+        finally:
+            peak = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+            assert peak < 24 * len(content) + 100_000, f"mutation {i}: {peak} bytes for a file of {len(content)}"
+            assert time.perf_counter() - started < 2, f"mutation {i} took too long"
         try:
             loaded = load_tensors(path)
         except FileFormatError as error:
@@ -314,4 +331,4 @@ def test_mutated_files_are_read_or_refused(path):
         read += 1
         mx.eval(list(loaded.values()))
         assert {name: info.shape for name, info in tensors.items()} == {n: a.shape for n, a in loaded.items()}, i
-    assert read > FUZZ // 20, f"only {read} mutations were readable: the test sees one side only"
+    assert read > count // 20, f"only {read} mutations were readable: the test sees one side only"
