@@ -8,7 +8,7 @@ A body is C++ that both Metal and CUDA compile, with the few words in which they
     XOR(v, m)     v of the lane whose number differs by m          BITS(T, x)     the bits of x as a T
     load4(p)      4 consecutive elements as an F4 of floats        store4(p, q)   and back, to device memory
     CAST(T, p)    device pointer p to const T                      POPCOUNT(x)    the number of set bits of a uint
-    UNROLL        before a loop whose arrays must stay in registers; UNROLL_5 where five rounds at a time are enough
+    UNROLL        before a loop whose arrays must stay in registers; UNROLL_BY(n): n rounds at a time
 
 Rules that keep one text right on both: ``auto`` for derived pointers (Metal's carry address spaces), sizes as template
 ints, no 0-d inputs, inputs of at least 8 elements where a helper takes their pointer, bounds checks (CUDA rounds the
@@ -42,7 +42,8 @@ _METAL = r"""
 #define CAST(T, p) ((const device T*)(p))
 #define POPCOUNT(x) popcount(x)
 #define UNROLL _Pragma("clang loop unroll(full)")
-#define UNROLL_5 _Pragma("clang loop unroll_count(5)")
+#define PRAGMA_(text) _Pragma(#text)
+#define UNROLL_BY(n) PRAGMA_(clang loop unroll_count(n))
 struct F4 { float v[4]; };
 template <typename P> FN F4 load4(P p) { return F4{{float(p[0]), float(p[1]), float(p[2]), float(p[3])}}; }
 template <typename P> FN void store4(P p, F4 q) { for (int i = 0; i < 4; ++i) p[i] = q.v[i]; }
@@ -73,7 +74,8 @@ template <typename T, typename U> FN T bits(U u) {
 #define CAST(T, p) ((const T*)(p))
 #define POPCOUNT(x) uint(__popc(x))
 #define UNROLL _Pragma("unroll")
-#define UNROLL_5 _Pragma("unroll 5")
+#define PRAGMA_(text) _Pragma(#text)
+#define UNROLL_BY(n) PRAGMA_(unroll n)
 struct F4 { float v[4]; };
 template <typename T> FN F4 load4(const T* p) {   // one wide load where the address allows
   struct alignas(4 * sizeof(T)) Q { T v[4]; } q;

@@ -47,7 +47,7 @@ _GATE_UP = (
     + _RECORD
     + r"""
     const auto token = x + size_t(pair / RANKS) * K;
-    UNROLL_5 for (uint base = 0; base < K / 8; base += LPR) {
+    UNROLL_BY(5) for (uint base = 0; base < K / 8; base += LPR) {
       const uint group = base + sub;
       if ((K / 8) % LPR == 0 || group < K / 8) {
         const F4 a = load4(token + first_gate(group)), b = load4(token + second_gate(group));
@@ -81,7 +81,7 @@ _DOWN = (
     + _RECORD
     + r"""
     const auto own = h + size_t(pair) * K;
-    UNROLL_5 for (uint base = 0; base < K / 8; base += LPR) {
+    UNROLL_BY(5) for (uint base = 0; base < K / 8; base += LPR) {
       const uint group = base + sub;
       if ((K / 8) % LPR == 0 || group < K / 8) {
         const F4 a = load4(own + first_down(group)), b = load4(own + second_down(group));

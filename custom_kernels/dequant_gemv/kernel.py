@@ -64,7 +64,7 @@ _GEMV = r"""
   float acc[ROWS][TOKENS];
   UNROLL for (uint r = 0; r < ROWS; ++r)
     UNROLL for (uint t = 0; t < TOKENS; ++t) acc[r][t] = 0.0f;
-  UNROLL_5 for (uint base = 0; base < K / 8; base += LPR) {
+  UNROLL_BY(5) for (uint base = 0; base < K / 8; base += LPR) {
     const uint group = base + sub;
     if ((K / 8) % LPR == 0 || group < K / 8) {
       Group q[ROWS];

@@ -120,8 +120,8 @@ class ExpertLinear(PackedWeight):
 def _gather_mm(x: mx.array, weights: mx.array, ids: mx.array, sorted_ids: bool) -> mx.array:
     """mx.gather_mm, which on a CPU knows float32 only: there, few rows copy their matrices and many convert all.
 
-    MLX's GPU kernels for sorted ids take the stride of the axis of length 1 for the distance between rows (ml-explore/mlx
-    pull request 3960), and x[:, None] has any stride there; reshaping x gives it that of a row.
+    MLX's GPU kernels for sorted ids take the stride of the axis of length 1 for the distance between rows
+    (ml-explore/mlx pull request 3960), and x[:, None] has any stride there; reshaping x gives it that of a row.
     """
     x = x.reshape(-1, x.shape[-1]).reshape(x.shape)
     if weights.dtype == mx.float32 or not on_cpu():
