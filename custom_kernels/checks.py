@@ -22,12 +22,13 @@ from custom_kernels.dequant_gemv import kernel as dense
 from custom_kernels.dequant_gemv import reference as gemv
 from custom_kernels.dequant_gemv.expert_kernel import (
     expert_combine_launch,
+    expert_dequantize_launch,
     expert_down_launch,
     expert_gate_up_launch,
 )
 from custom_kernels.gdn_step.kernel import gdn_commit_launch, gdn_step_launch
 from custom_kernels.gdn_step.reference import Inputs, Spec, Weights, naive_gdn_commit, naive_gdn_step
-from custom_kernels.ggml_blocks import FORMATS, BlockFormat, format_by_name
+from custom_kernels.ggml_blocks import F8_E4M3, FORMATS, BlockFormat, format_by_name
 from custom_kernels.ggml_blocks.device import has_decoder
 from custom_kernels.moce_route.kernel import moce_route_launch
 from custom_kernels.moce_route.reference import Policy, naive_moce_route
@@ -41,7 +42,6 @@ FELLOWS = {"gdn_step": "gdn_commit", "gdn_commit": "gdn_step"}
 
 _POISON = 1e9
 """What an output element holds that a kernel does not write; not a plausible value, in any type."""
-_ROWS = 19  # of a matrix: neither a multiple of a simdgroup's rows nor of a threadgroup's
 _BATCHES = 3  # of timed calls, of which the fastest counts
 _SCALES_AT = {"Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}  # bytes of a block; elsewhere at 0
 _EXACT, _FLOAT32, _WEIGHTS = 0.0, 1e-5, 1e-6
@@ -120,7 +120,7 @@ def check(op: str, variant: str = "") -> Check:
 def every_kernel() -> Iterator[tuple[str, str]]:
     """(op, variant) of every kernel; ops that read two formats with both alike."""
     yield from ((op, "") for op, (_, count) in _BUILDERS.items() if count == 0)
-    for format in filter(has_decoder, FORMATS):
+    for format in filter(has_decoder, (*FORMATS, F8_E4M3)):
         yield from ((op, "+".join([format.name] * count)) for op, (_, count) in _BUILDERS.items() if count)
 
 
@@ -210,14 +210,30 @@ def _width(*formats: BlockFormat) -> int:
     return 640 if all(640 % format.block_weights == 0 for format in formats) else 768
 
 
-def _packed(rng: np.random.Generator, format: BlockFormat, columns: int) -> np.ndarray:
-    """[_ROWS, row_bytes] uint8: any payload, with fp16 scales between 0.005 and 0.02 of either sign."""
+def _rows(*formats: BlockFormat) -> int:
+    """Of a matrix: neither a multiple of a simdgroup's rows nor of a threadgroup's, and more than share a scale."""
+    return 19 + max(format.tile for format in formats)
+
+
+def _scales(rng: np.random.Generator, format: BlockFormat, rows: int, columns: int, dtype: mx.Dtype) -> mx.array | None:
+    """Of formats that keep them apart: between 0.005 and 0.02 of either sign, in ``dtype``."""
+    if not format.tile:
+        return None
+    shape = format.scale_shape(rows, columns)
+    return mx.array((rng.uniform(0.005, 0.02, shape) * rng.choice([-1, 1], shape)).astype(np.float32)).astype(dtype)
+
+
+def _packed(rng: np.random.Generator, format: BlockFormat, rows: int, columns: int) -> np.ndarray:
+    """[rows, row_bytes] uint8: any payload but NaN, with fp16 scales between 0.005 and 0.02 of either sign."""
+    if format.tile:
+        codes = rng.integers(0, 256, (rows, columns), dtype=np.uint8)
+        return codes - (codes & 127 == 127)
     if format.block_weights == 1:
-        values = rng.standard_normal((_ROWS, columns)).astype(np.float16 if format.name == "F16" else np.float32)
+        values = rng.standard_normal((rows, columns)).astype(np.float16 if format.name == "F16" else np.float32)
         if format.name == "BF16":
             values = (values.view(np.uint32) >> 16).astype(np.uint16)
         return values.view(np.uint8)
-    blocks = rng.integers(0, 256, (_ROWS, columns // format.block_weights, format.block_bytes), dtype=np.uint8)
+    blocks = rng.integers(0, 256, (rows, columns // format.block_weights, format.block_bytes), dtype=np.uint8)
     for at in _SCALES_AT.get(format.name, (0,)):
         scale = rng.uniform(0.005, 0.02, blocks.shape[:2]) * rng.choice([-1, 1], blocks.shape[:2])
         halves = scale.astype(np.float16).view(np.uint16)
@@ -226,41 +242,61 @@ def _packed(rng: np.random.Generator, format: BlockFormat, columns: int) -> np.n
             blocks[..., 49::2] = blocks[..., 49::2] & 15 | (nibbles << 4).astype(np.uint8)
         else:
             blocks[..., at], blocks[..., at + 1] = halves & 255, halves >> 8
-    return blocks.reshape(_ROWS, -1)
+    return blocks.reshape(rows, -1)
+
+
+def _dense(rng: np.random.Generator, format: BlockFormat, dtype: mx.Dtype) -> tuple[mx.array, mx.array | None]:
+    """A matrix's rows, and its scales if they lie apart."""
+    shape = _rows(format), _width(format)
+    return mx.array(_packed(rng, format, *shape)), _scales(rng, format, *shape, dtype)
 
 
 def _block_gemv(T: int, dtype: mx.Dtype, format: BlockFormat) -> Sample:
     rng = np.random.default_rng(T)
-    w = mx.array(_packed(rng, format, _width(format)))
+    w, scales = _dense(rng, format, dtype)
     x = _normal(rng, T, _width(format), dtype=dtype)
-    launch = dense.block_gemv_launch(x, w, format)
-    return Sample(launch, lambda: [gemv.naive_block_gemv(x, w, format)], (_rounded(dtype),))
+    launch = dense.block_gemv_launch(x, w, format, scales=scales)
+    return Sample(launch, lambda: [gemv.naive_block_gemv(x, w, format, scales=scales)], (_rounded(dtype),))
 
 
 def _block_dequantize(T: int, dtype: mx.Dtype, format: BlockFormat) -> Sample:
-    w = mx.array(_packed(np.random.default_rng(T), format, _width(format)))
-    launch = dense.block_dequantize_launch(w, format, dtype)
-    return Sample(launch, lambda: [gemv.naive_block_dequantize(w, format, dtype)], (_EXACT,))
+    w, scales = _dense(np.random.default_rng(T), format, dtype)
+    launch = dense.block_dequantize_launch(w, format, dtype, scales)
+    return Sample(launch, lambda: [gemv.naive_block_dequantize(w, format, dtype, scales)], (_EXACT,))
 
 
-def _arena(rng: np.random.Generator, *formats: BlockFormat) -> tuple[gemv.Arena, list[int], list[gemv.Matrix]]:
+def _arena(
+    rng: np.random.Generator, dtype: mx.Dtype, *formats: BlockFormat
+) -> tuple[gemv.Arena, list[int], list[gemv.Matrix]]:
     """Four records with a matrix of each format, in two chunks; their slot words; where the matrices are in a record.
 
-    Bytes outside the records are 255.
+    Bytes outside the records are 255. dtype: of scales that lie apart.
     """
-    columns, matrices, end = _width(*formats), [], 0
-    for format in formats:
-        matrices.append(gemv.Matrix(format, _ROWS, columns, end))
-        end += -(-_ROWS * format.row_bytes(columns) // 64) * 64
+    matrices, end = _matrices(dtype, *formats)
     pages, bases = -(-end // PAGE_BYTES), (0, 4096)
     chunks = [np.full(base + 2 * pages * PAGE_BYTES, 255, dtype=np.uint8) for base in bases]
     words = [chunk << 28 | record * pages for chunk in range(2) for record in range(2)]
     for word in words:
         chunk, first = word >> 28, bases[word >> 28] + (word & 0x0FFFFFFF) * PAGE_BYTES
         for matrix in matrices:
-            rows = _packed(rng, matrix.format, columns).reshape(-1)
+            shape = matrix.rows, matrix.columns
+            rows = _packed(rng, matrix.format, *shape).reshape(-1)
             chunks[chunk][first + matrix.offset :][: rows.size] = rows
+            if matrix.scales:
+                scales = np.array(_scales(rng, matrix.format, *shape, dtype).view(mx.uint8)).reshape(-1)
+                chunks[chunk][first + matrix.scales.offset :][: scales.size] = scales
     return gemv.Arena(tuple(map(mx.array, chunks)), bases), words, matrices
+
+
+def _matrices(dtype: mx.Dtype, *formats: BlockFormat) -> tuple[list[gemv.Matrix], int]:
+    """Where a matrix of each format is in a record, and the record's end; everything starts at a multiple of 64."""
+    rows, columns, matrices, end = _rows(*formats), _width(*formats), [], 0
+    for format in formats:
+        after = end + -(-rows * format.row_bytes(columns) // 64) * 64
+        scales = gemv.Scales(after, dtype) if format.tile else None
+        matrices.append(gemv.Matrix(format, rows, columns, end, scales))
+        end = after + 64 * bool(scales)
+    return matrices, end
 
 
 def _slots(T: int, words: Sequence[int]) -> mx.array:
@@ -271,7 +307,7 @@ def _slots(T: int, words: Sequence[int]) -> mx.array:
 
 def _expert_gate_up(T: int, dtype: mx.Dtype, *formats: BlockFormat) -> Sample:
     rng = np.random.default_rng(T)
-    arena, records, (gate, up) = _arena(rng, *formats)
+    arena, records, (gate, up) = _arena(rng, dtype, *formats)
     x, words = _normal(rng, T, gate.columns, scale=0.1, dtype=dtype), _slots(T, records)
     launch = expert_gate_up_launch(x, words, arena, gate, up)
     return Sample(launch, lambda: [gemv.naive_expert_gate_up(x, words, arena, gate, up)], (_FLOAT32,))
@@ -279,11 +315,18 @@ def _expert_gate_up(T: int, dtype: mx.Dtype, *formats: BlockFormat) -> Sample:
 
 def _expert_down(T: int, dtype: mx.Dtype, format: BlockFormat) -> Sample:
     rng = np.random.default_rng(T)
-    arena, records, (down,) = _arena(rng, format)
+    arena, records, (down,) = _arena(rng, dtype, format)
     words = _slots(T, records)
     h = _normal(rng, *words.shape, down.columns)
     launch = expert_down_launch(h, words, arena, down)
     return Sample(launch, lambda: [gemv.naive_expert_down(h, words, arena, down)], (_FLOAT32,))
+
+
+def _expert_dequantize(T: int, dtype: mx.Dtype, format: BlockFormat) -> Sample:
+    arena, records, (matrix,) = _arena(np.random.default_rng(T), dtype, format)
+    words = _slots(T, records).reshape(-1)
+    launch = expert_dequantize_launch(words, arena, matrix, dtype)
+    return Sample(launch, lambda: [gemv.naive_expert_dequantize(words, arena, matrix, dtype)], (_EXACT,))
 
 
 def _expert_combine(T: int, dtype: mx.Dtype) -> Sample:
@@ -361,4 +404,5 @@ _BUILDERS: dict[str, tuple[Callable[..., Sample], int]] = {
     "block_dequantize": (_block_dequantize, 1),
     "expert_gate_up": (_expert_gate_up, 2),
     "expert_down": (_expert_down, 1),
+    "expert_dequantize": (_expert_dequantize, 1),
 }

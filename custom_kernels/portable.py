@@ -6,7 +6,7 @@ A body is C++ that both Metal and CUDA compile, with the few words in which they
     SHARED        threadgroup memory                 lane, warp     place in it, and its number in the threadgroup
     BARRIER()     wait for the threadgroup           tid, gid       thread position in threadgroup and grid (uint3)
     XOR(v, m)     v of the lane whose number differs by m          BITS(T, x)     the bits of x as a T
-    load4(p)      4 consecutive elements as an F4 of floats        store4(p, q)   and back, to device memory
+    load4(p)      4 consecutive elements as an F4 of floats        store4(p, q)   and back, to an output of float
     CAST(T, p)    device pointer p to const T                      POPCOUNT(x)    the number of set bits of a uint
     UNROLL        before a loop whose arrays must stay in registers; UNROLL_BY(n): n rounds at a time
 
@@ -21,6 +21,7 @@ Launches are safe by construction: see ``Geometry``. Nothing here needs a GPU un
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -47,6 +48,8 @@ _METAL = r"""
 struct F4 { float v[4]; };
 template <typename P> FN F4 load4(P p) { return F4{{float(p[0]), float(p[1]), float(p[2]), float(p[3])}}; }
 template <typename P> FN void store4(P p, F4 q) { for (int i = 0; i < 4; ++i) p[i] = q.v[i]; }
+#define ALIGNED(p) true
+#define load4_aligned load4
 """
 _METAL_IDS = r"""
 const uint3 gid = thread_position_in_grid;
@@ -77,16 +80,14 @@ template <typename T, typename U> FN T bits(U u) {
 #define PRAGMA_(text) _Pragma(#text)
 #define UNROLL_BY(n) PRAGMA_(unroll n)
 struct F4 { float v[4]; };
-template <typename T> FN F4 load4(const T* p) {   // one wide load where the address allows
-  struct alignas(4 * sizeof(T)) Q { T v[4]; } q;
-  if (size_t(p) % sizeof(Q) == 0) q = *(const Q*)p;
-  else for (int i = 0; i < 4; ++i) q.v[i] = p[i];
+template <typename T> FN F4 load4(const T* p) { return F4{{float(p[0]), float(p[1]), float(p[2]), float(p[3])}}; }
+#define ALIGNED(p) (size_t(p) % 16 == 0)
+template <typename T> FN F4 load4_aligned(const T* p) {
+  struct alignas(4 * sizeof(T)) Q { T v[4]; };
+  const Q q = *(const Q*)p;
   return F4{{float(q.v[0]), float(q.v[1]), float(q.v[2]), float(q.v[3])}};
 }
-FN void store4(float* p, F4 q) {
-  if (size_t(p) % 16 == 0) *(float4*)p = make_float4(q.v[0], q.v[1], q.v[2], q.v[3]);
-  else for (int i = 0; i < 4; ++i) p[i] = q.v[i];
-}
+FN void store4(float* p, F4 q) { *(float4*)p = make_float4(q.v[0], q.v[1], q.v[2], q.v[3]); }
 """
 _CUDA_IDS = r"""
 const uint3 tid = make_uint3(threadIdx.x, threadIdx.y, threadIdx.z);
@@ -104,6 +105,15 @@ template <int L> FN float lane_sum_of(float v) {
 FN float lane_sum(float v) { return lane_sum_of<32>(v); }
 """
 _PRELUDES = {"metal": (_METAL + _COMMON, _METAL_IDS), "cuda": (_CUDA + _COMMON, _CUDA_IDS)}
+
+
+def aligned_or_not(pointer: str, text: str) -> str:
+    """Statements that ``load4`` at multiples of 4 elements from ``pointer``, by one load each where the address allows.
+
+    Arrays start at multiples of 16 bytes unless they are a part of another. CUDA's compiler joins no loads by itself.
+    """
+    slow = re.sub(r"UNROLL_BY\(\d+\)", "UNROLL_BY(1)", text)
+    return f"  if (ALIGNED({pointer})) {{{text.replace('load4(', 'load4_aligned(')}  }} else {{{slow}  }}\n"
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from mlx_moe.environment import full_float32
+from mlx_moe.environment import steady_numbers
 
-full_float32()
+steady_numbers()
 
 __version__ = "0.1.0"
 

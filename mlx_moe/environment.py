@@ -6,14 +6,20 @@ import os
 from pathlib import Path
 
 
-def full_float32() -> None:
-    """Keep float32 products in float32, unless the user has set MLX_ENABLE_TF32.
+_DEFAULTS = {
+    # MLX rounds factors of float32 products to TF32 (10 bits) by default on NVIDIA GPUs and on Apple GPUs with neural
+    # accelerators. The recurrent state and the block scores of sparse attention need the full 23.
+    "MLX_ENABLE_TF32": "0",
+    # MLX's CUDA back end hands single queries to cuDNN or not by how the cache's buffer lies in memory, so a token's
+    # bits would depend on the window that it came in.
+    "MLX_CUDA_USE_CUDNN_SDPA": "0",
+}
 
-    MLX rounds their factors to TF32 (10 bits) by default on NVIDIA GPUs and on Apple GPUs with neural accelerators. The
-    recurrent state and the block scores of sparse attention need the full 23. MLX reads the variable once, at its first
-    product.
-    """
-    os.environ.setdefault("MLX_ENABLE_TF32", "0")
+
+def steady_numbers() -> None:
+    """Settings of MLX that exactness needs, unless the user has set them. MLX reads them once, at their first use."""
+    for name, value in _DEFAULTS.items():
+        os.environ.setdefault(name, value)
 
 
 def cache_folder() -> Path | None:

@@ -73,12 +73,13 @@ def test_one_module_touches_the_environment():
         assert touches == (module == "mlx_moe.environment"), f"{module} touches the environment"
 
 
+@pytest.mark.parametrize("name", ["MLX_ENABLE_TF32", "MLX_CUDA_USE_CUDNN_SDPA"])
 @pytest.mark.parametrize(("given", "kept"), [(None, "0"), ("1", "1"), ("0", "0")])
-def test_float32_products_stay_float32_unless_the_user_says_otherwise(given, kept):
-    """MLX rounds the factors to TF32 by default on newer GPUs."""
-    environment = {name: value for name, value in os.environ.items() if name != "MLX_ENABLE_TF32"}
-    environment |= {} if given is None else {"MLX_ENABLE_TF32": given}
-    code = "import mlx_moe, os; print(os.environ['MLX_ENABLE_TF32'])"
+def test_settings_of_mlx_that_exactness_needs(name, given, kept):
+    """They are off unless the user says otherwise; MLX has both on by default on some GPUs."""
+    environment = {key: value for key, value in os.environ.items() if key != name}
+    environment |= {} if given is None else {name: given}
+    code = f"import mlx_moe, os; print(os.environ[{name!r}])"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=environment)
     assert done.stdout.strip() == kept
 

@@ -8,7 +8,8 @@ groups l, l + LPR, … of 8 weights: it decodes a group of each row once, and fo
 one with fma, scales the sum, and adds it to that row's and token's own; the sums of the lanes are added as a tree. So
 the bits of y[t, n] depend on x[t] and W[n] alone, neither on T nor on ROWS. K is a multiple of 8 (and of the block), N
 anything: rows past the end are computed as the last one and not written. Reads W once, N * row_bytes, which is nearly
-all of the traffic; x comes from the cache.
+all of the traffic; x comes from the cache. Formats whose scales lie apart have them as one more input, ``scales``; a
+group of 8 has one scale.
 
 Differs from the reference in the order of the sums and in not rounding the products.
 """
@@ -19,7 +20,7 @@ from functools import cache
 
 import mlx.core as mx
 
-from custom_kernels.ggml_blocks import BlockFormat
+from custom_kernels.ggml_blocks import BlockFormat, check_scales
 from custom_kernels.ggml_blocks.device import (
     GROUP,
     decoder_header,
@@ -28,7 +29,7 @@ from custom_kernels.ggml_blocks.device import (
     table_names,
     table_staging,
 )
-from custom_kernels.portable import MAX_THREADS, Geometry, Launch, PortableKernel
+from custom_kernels.portable import MAX_THREADS, Geometry, Launch, PortableKernel, aligned_or_not
 
 MAX_TOKENS = 8
 THREADS = 128
@@ -51,7 +52,7 @@ FN float total_(F4 a, F4 b) { return a.v[0] + a.v[1] + a.v[2] + a.v[3] + b.v[0] 
 _DEQUANTIZE = r"""
   const uint row = gid.x / (K / 8), group = gid.x % (K / 8);
   if (row < N) {
-    const Group q = decode_w(w + size_t(row) * ROW_BYTES, group);
+    const Group q = scaled_w(decode_w(w + size_t(row) * ROW_BYTES, group), float(scales[tile_(row, group, K)]));
     for (uint i = 0; i < 8; ++i) {
       const uint column = i < 4 ? first_w(group) + i : second_w(group) + i - 4;
       out[size_t(row) * K + column] = T(q.scale * q.m[i] - q.least);
@@ -59,18 +60,23 @@ _DEQUANTIZE = r"""
   }
 """
 
-_GEMV = r"""
+_GEMV = (
+    r"""
   const uint first = (gid.x / LPR) * ROWS, sub = lane % LPR;   // the lane's rows of W, and its place among their lanes
   float acc[ROWS][TOKENS];
   UNROLL for (uint r = 0; r < ROWS; ++r)
     UNROLL for (uint t = 0; t < TOKENS; ++t) acc[r][t] = 0.0f;
-  UNROLL_BY(5) for (uint base = 0; base < K / 8; base += LPR) {
+"""
+    + aligned_or_not(
+        "x",
+        r"""
+  UNROLL_BY(1) for (uint base = 0; base < K / 8; base += LPR) {
     const uint group = base + sub;
     if ((K / 8) % LPR == 0 || group < K / 8) {
       Group q[ROWS];
       UNROLL for (uint r = 0; r < ROWS; ++r) {
         const uint row = first + r < N ? first + r : N - 1;
-        q[r] = decode_w(w + size_t(row) * ROW_BYTES, group);
+        q[r] = scaled_w(decode_w(w + size_t(row) * ROW_BYTES, group), float(scales[tile_(row, group, K)]));
       }
       UNROLL for (uint t = 0; t < TOKENS; ++t) {
         const F4 a = load4(x + t * K + first_w(group)), b = load4(x + t * K + second_w(group));
@@ -81,12 +87,15 @@ _GEMV = r"""
       }
     }
   }
-  UNROLL for (uint r = 0; r < ROWS; ++r)
+""",
+    )
+    + r"""  UNROLL for (uint r = 0; r < ROWS; ++r)
     UNROLL for (uint t = 0; t < TOKENS; ++t) {
       const float sum = lane_sum_of<LPR>(acc[r][t]);
       if (sub == 0 && first + r < N) y[size_t(t) * N + first + r] = T(sum);
     }
 """
+)
 
 
 @cache
@@ -94,14 +103,25 @@ def dequantize_kernel(format: BlockFormat) -> PortableKernel:
     """block_dequantize for one format."""
     body = table_staging(format) + _DEQUANTIZE
     name = f"block_dequantize_{format.name}"
-    return PortableKernel(name, ["w", *table_names(format)], ["out"], body, decoder_header(w=format))
+    return PortableKernel(name, ["w", *_names(format)], ["out"], body, decoder_header(w=format))
 
 
 @cache
 def gemv_kernel(format: BlockFormat) -> PortableKernel:
     """block_gemv for one format."""
     body, header = table_staging(format) + _GEMV, decoder_header(w=format) + DOT
-    return PortableKernel(f"block_gemv_{format.name}", ["x", "w", *table_names(format)], ["y"], body, header)
+    return PortableKernel(f"block_gemv_{format.name}", ["x", "w", *_names(format)], ["y"], body, header)
+
+
+def _names(format: BlockFormat) -> list[str]:
+    """Of the inputs beside w that hold what it takes to decode it."""
+    return [*table_names(format), *(["scales"] if format.tile else [])]
+
+
+def _arrays(format: BlockFormat, shape: tuple[int, int], scales: mx.array | None) -> list[mx.array]:
+    """What goes in for ``_names`` with a matrix of this shape."""
+    check_scales(format, shape, scales)
+    return [*table_arrays(format), *([] if scales is None else [scales])]
 
 
 def supports(format: BlockFormat, columns: int, rows: int) -> bool:
@@ -121,13 +141,15 @@ def threadgroups(rows: int, rows_per_lane: int, columns: int) -> int:
     return -(-rows * lanes_per_row(columns) // (THREADS * rows_per_lane))
 
 
-def block_dequantize_launch(blocks: mx.array, format: BlockFormat, dtype: mx.Dtype = mx.bfloat16) -> Launch:
+def block_dequantize_launch(
+    blocks: mx.array, format: BlockFormat, dtype: mx.Dtype = mx.bfloat16, scales: mx.array | None = None
+) -> Launch:
     """The launch for ``naive_block_dequantize`` with blocks [N, row_bytes]."""
     N, row_bytes = blocks.shape
     K = format.row_weights(row_bytes)
     return Launch(
         kernel=dequantize_kernel(format),
-        inputs=[blocks, *table_arrays(format)],
+        inputs=[blocks, *_arrays(format, (N, K), scales)],
         template=[("T", dtype), ("N", N), ("K", K), ("ROW_BYTES", row_bytes), ("THREADS", MAX_THREADS)],
         geometry=Geometry.of_groups((-(-N * (K // GROUP) // MAX_THREADS), 1, 1)),
         output_shapes=[(N, K)],
@@ -136,7 +158,12 @@ def block_dequantize_launch(blocks: mx.array, format: BlockFormat, dtype: mx.Dty
 
 
 def block_gemv_launch(
-    x: mx.array, w: mx.array, format: BlockFormat, dtype: mx.Dtype | None = None, rows: int = ROWS
+    x: mx.array,
+    w: mx.array,
+    format: BlockFormat,
+    dtype: mx.Dtype | None = None,
+    scales: mx.array | None = None,
+    rows: int = ROWS,
 ) -> Launch:
     """The launch for ``naive_block_gemv``'s arguments; ``rows`` of W per lane, which changes no bit."""
     (T, K), (N, row_bytes) = x.shape, w.shape
@@ -157,7 +184,7 @@ def block_gemv_launch(
     }
     return Launch(
         kernel=gemv_kernel(format),
-        inputs=[x, w, *table_arrays(format)],
+        inputs=[x, w, *_arrays(format, (N, K), scales)],
         template=list(template.items()),
         geometry=Geometry.of_groups((threadgroups(N, rows, K), 1, 1), THREADS),
         output_shapes=[(T, N)],

@@ -1,18 +1,19 @@
 """Products with packed matrices in mx ops: dense rows, and the two halves of an expert's MLP out of the arena.
 
-A matrix W is stored row by row in one of ggml's block formats; ``ggml_blocks.naive_dequantize`` says what its bytes
-mean. Sums are float32. A row of activations is multiplied by itself, in products whose sizes do not depend on how many
-rows there are, so its result has the same bits in every window.
+A matrix W is stored row by row in a format of ``ggml_blocks``; its ``naive_dequantize`` says what the bytes mean. Sums
+are float32. A row of activations is multiplied by itself, in products whose sizes do not depend on how many rows there
+are, so its result has the same bits in every window.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
 import mlx.core as mx
 
-from custom_kernels.ggml_blocks import BlockFormat, naive_dequantize
+from custom_kernels.ggml_blocks import SCALE_DTYPES, BlockFormat, naive_dequantize
 from custom_kernels.slots import NO_SLOT, PAGE_BYTES
 
 MAX_CHUNKS = 4
@@ -21,13 +22,36 @@ ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
+class Scales:
+    """Where the scales of a matrix in F8_E4M3 are in the record: row by row, [ceil(rows / 128), ceil(columns / 128)].
+
+    Attributes:
+        offset: bytes after the record's start.
+        dtype: bfloat16 or float32.
+    """
+
+    offset: int
+    dtype: mx.Dtype = mx.bfloat16
+
+
+@dataclass(frozen=True)
 class Matrix:
-    """A packed matrix [rows, columns] inside an expert's record, ``offset`` bytes after the record's start."""
+    """A packed matrix [rows, columns] inside an expert's record, ``offset`` bytes after the record's start.
+
+    ``scales`` are those of F8_E4M3; every other format has None.
+    """
 
     format: BlockFormat
     rows: int
     columns: int
     offset: int = 0
+    scales: Scales | None = None
+
+    def __post_init__(self) -> None:
+        if (self.scales is not None) != (self.format.tile > 0):
+            raise ValueError(f"a matrix in {self.format.name} with scales {self.scales}; only F8_E4M3 has them apart")
+        if self.scales and self.scales.dtype not in SCALE_DTYPES:
+            raise ValueError(f"scales in {self.scales.dtype}; allowed: bfloat16 and float32")
 
     @property
     def row_bytes(self) -> int:
@@ -42,7 +66,7 @@ class Arena:
     A slot word is chunk << 28 | page: the record starts at byte bases[chunk] + page * PAGE_BYTES of that chunk.
     """
 
-    chunks: tuple[mx.array, ...]  # uint8 [bytes], of at least one page each
+    chunks: tuple[mx.array, ...]  # uint8 [bytes] or, since an axis ends at 2^31, [bytes / 16, 16]; a page or more
     bases: tuple[int, ...] = (0, 0, 0, 0)  # bytes, multiples of ALIGNMENT
 
     def __post_init__(self) -> None:
@@ -51,7 +75,8 @@ class Arena:
         if not len(self.chunks) <= len(self.bases) <= MAX_CHUNKS:
             raise ValueError(f"{len(self.bases)} bases for {len(self.chunks)} chunks; at most {MAX_CHUNKS}")
         for i, (chunk, base) in enumerate(zip(self.chunks, self.bases, strict=False)):
-            if chunk.dtype != mx.uint8 or chunk.ndim != 1 or chunk.size < base + PAGE_BYTES or base < 0:
+            flat = chunk.ndim == 1 or (chunk.ndim == 2 and chunk.shape[1] == ALIGNMENT)
+            if chunk.dtype != mx.uint8 or not flat or chunk.size < base + PAGE_BYTES or base < 0:
                 raise ValueError(f"chunk {i} is {chunk.dtype} {chunk.shape}; needed: flat uint8, a page after {base}")
             if base % ALIGNMENT:
                 raise ValueError(f"chunk {i} has its base at byte {base}; allowed: multiples of {ALIGNMENT}")
@@ -62,12 +87,23 @@ class Arena:
         return mx.array([*self.bases, *[0] * (8 - len(self.bases))], dtype=mx.uint32)
 
 
-def naive_block_dequantize(blocks: mx.array, format: BlockFormat, dtype: mx.Dtype = mx.bfloat16) -> mx.array:
-    """Packed rows [..., row_bytes] uint8 -> weights [..., n], rounded once from float32 to ``dtype``."""
-    return naive_dequantize(blocks, format).astype(dtype)
+def naive_block_dequantize(
+    blocks: mx.array, format: BlockFormat, dtype: mx.Dtype = mx.bfloat16, scales: mx.array | None = None
+) -> mx.array:
+    """Packed rows [..., row_bytes] uint8 -> weights [..., n], rounded once from float32 to ``dtype``.
+
+    scales: as for ``naive_dequantize``.
+    """
+    return naive_dequantize(blocks, format, scales).astype(dtype)
 
 
-def naive_block_gemv(x: mx.array, w: mx.array, format: BlockFormat, dtype: mx.Dtype | None = None) -> mx.array:
+def naive_block_gemv(
+    x: mx.array,
+    w: mx.array,
+    format: BlockFormat,
+    dtype: mx.Dtype | None = None,
+    scales: mx.array | None = None,
+) -> mx.array:
     """y = x W^T.
 
     Args:
@@ -75,11 +111,12 @@ def naive_block_gemv(x: mx.array, w: mx.array, format: BlockFormat, dtype: mx.Dt
         w: [N, row_bytes] uint8, rows of K weights.
         format: what the bytes are.
         dtype: of the result; x's by default.
+        scales: of F8_E4M3, [ceil(N / 128), ceil(K / 128)] bfloat16 or float32.
 
     Returns:
         [T, N].
     """
-    weights = naive_dequantize(w, format)
+    weights = naive_dequantize(w, format, scales)
     rows = [(weights @ row[:, None])[:, 0] for row in x.astype(mx.float32)]
     return mx.stack(rows).astype(dtype or x.dtype)
 
@@ -116,6 +153,19 @@ def naive_expert_down(h: mx.array, words: mx.array, arena: Arena, down: Matrix) 
     return mx.where((words == NO_SLOT)[..., None], 0.0, mx.stack(tokens))
 
 
+def naive_expert_dequantize(words: mx.array, arena: Arena, matrix: Matrix, dtype: mx.Dtype = mx.bfloat16) -> mx.array:
+    """The matrices of experts, for products with many rows.
+
+    Args:
+        words: [n] uint32 slot words; NO_SLOT gives zeros.
+        arena, matrix: as for ``naive_expert_gate_up``; [rows, columns].
+
+    Returns:
+        [n, rows, columns], rounded once from float32 to ``dtype``.
+    """
+    return mx.where((words == NO_SLOT)[:, None, None], 0.0, _weights(arena, words, matrix)).astype(dtype)
+
+
 def naive_expert_combine(
     partials: mx.array, weights: mx.array, shared: mx.array, dtype: mx.Dtype | None = None
 ) -> mx.array:
@@ -137,14 +187,25 @@ def naive_expert_combine(
 
 def _weights(arena: Arena, words: mx.array, matrix: Matrix) -> mx.array:
     """The matrices of experts with these slot words [k]: [k, rows, columns] float32; anything for NO_SLOT."""
-    first, start = divmod(matrix.offset, PAGE_BYTES)
-    size = matrix.rows * matrix.row_bytes
+    rows = _bytes(arena, words, matrix.offset, matrix.rows * matrix.row_bytes)
+    scales = None
+    if matrix.scales:
+        shape = matrix.format.scale_shape(matrix.rows, matrix.columns)
+        size = math.prod(shape) * matrix.scales.dtype.size
+        scales = _bytes(arena, words, matrix.scales.offset, size).view(matrix.scales.dtype).reshape(-1, *shape)
+    return naive_dequantize(rows.reshape(-1, matrix.rows, matrix.row_bytes), matrix.format, scales)
+
+
+def _bytes(arena: Arena, words: mx.array, offset: int, size: int) -> mx.array:
+    """``size`` bytes from ``offset`` on of the records with these slot words [k]: [k, size] uint8."""
+    first, start = divmod(offset, PAGE_BYTES)
     places = mx.arange(first, first + -(-(start + size) // PAGE_BYTES), dtype=mx.uint32)
     rows = (words & 0x0FFFFFFF)[:, None] + places
     pages = mx.zeros((*rows.shape, PAGE_BYTES), dtype=mx.uint8)
     for c, (chunk, base) in enumerate(zip(arena.chunks, arena.bases, strict=False)):
         here = (words >> 28 == c)[:, None]  # of no chunk where NO_SLOT
-        whole = chunk[base : base + (chunk.size - base) // PAGE_BYTES * PAGE_BYTES].reshape(-1, PAGE_BYTES)
+        unit = chunk.size // chunk.shape[0]
+        end = base + (chunk.size - base) // PAGE_BYTES * PAGE_BYTES
+        whole = chunk[base // unit : end // unit].reshape(-1, PAGE_BYTES)
         pages = mx.where(here[..., None], whole[mx.where(here, rows, 0)], pages)
-    record = pages.reshape(words.size, -1)[:, start : start + size]
-    return naive_dequantize(record.reshape(-1, matrix.rows, matrix.row_bytes), matrix.format)
+    return pages.reshape(words.size, -1)[:, start : start + size]

@@ -24,7 +24,7 @@ from functools import lru_cache
 import mlx.core as mx
 
 from custom_kernels.gdn_step.reference import L2_EPS, Inputs, Spec, StepLog, Weights
-from custom_kernels.portable import MAX_THREADS, Geometry, Launch, PortableKernel
+from custom_kernels.portable import MAX_THREADS, Geometry, Launch, PortableKernel, aligned_or_not
 
 MAX_TOKENS = 8
 
@@ -46,7 +46,8 @@ FN float decayed_(float s, float decay) { return s * decay; }
 FN float written_(float s, float k, float delta) { return fma(k, delta, s); }
 """
 
-_STEP = r"""
+_STEP = (
+    r"""
   constexpr int QUADS = (DK + 31) / 32;   // groups of 4 columns per lane
   constexpr int ROWS = (DV + 31) / 32;    // rows of the state per lane
   constexpr int CH = 2 * HK * DK + HV * DV, WIDTH = 2 * DK + DV;
@@ -57,6 +58,10 @@ _STEP = r"""
   const int column = 4 * (lane & 7), top = 4 * warp + (lane >> 3);
   const size_t at = (size_t(batch) * HV + head) * DV * DK;
   float s[ROWS][QUADS][4];
+"""
+    + aligned_or_not(
+        "state",
+        r"""
   UNROLL for (int r = 0; r < ROWS; ++r)
     UNROLL for (int c = 0; c < QUADS; ++c) {
       const int i = top + 32 * r, j = column + 32 * c;
@@ -64,7 +69,9 @@ _STEP = r"""
       const F4 q = DK % 4 == 0 && n > 0 ? load4(state + at + i * DK + j) : first_(state + at + i * DK + j, n);
       UNROLL for (int e = 0; e < 4; ++e) s[r][c][e] = q.v[e];
     }
-  for (int m = tid.x; m < TOKENS * WIDTH; m += 256) {
+""",
+    )
+    + r"""  for (int m = tid.x; m < TOKENS * WIDTH; m += 256) {
     const int t = m / WIDTH, n = m % WIDTH;
     const int channel = n < DK ? key * DK + n : n < 2 * DK ? HK * DK + key * DK + (n - DK)
                                                            : 2 * HK * DK + head * DV + (n - 2 * DK);
@@ -146,6 +153,7 @@ _STEP = r"""
           if (i < DV && j + e < DK) last[at + i * DK + j + e] = s[r][c][e];
     }
 """
+)
 
 GDN_STEP = PortableKernel(
     "gdn_step",

@@ -12,6 +12,9 @@ is that of raw rows, blocks one after the other; the first byte of a row must be
 Adding a type is one entry of ``_DECODERS``, and one of ``_TABLES`` if it has a codebook. Codebooks are input arrays of
 words that kernels copy to threadgroup memory (``table_staging``); signs with parity are computed.
 
+Scales that lie apart from the rows (F8_E4M3) are the kernel's to read: ``scaled_gate(q, scale)`` is the group with the
+scale of its tile, and just q for all other formats, for which nobody ever looks at the second.
+
 A kernel includes ``decoder_header(gate=format, …)``, takes ``table_names(…)`` among its inputs with ``table_arrays(…)``
 as their values, starts its body with ``table_staging(…)``, and calls ``decode_gate(pointer, group)``.
 """
@@ -44,6 +47,20 @@ template <int UNIT, int ALIGNED, typename P> FN Block<ALIGNED, P> block_of(P row
   return Block<ALIGNED, P>{row + size_t(i) * UNIT};
 }
 FN float half_(uint word) { return float(BITS(half, ushort(word))); }
+"""
+
+# Of formats whose scales lie apart. A scale of 2^120 or more overflows here, as the decoder's own 256 goes into it.
+_TILES = r"""
+FN size_t tile_(size_t row, uint group, uint columns) {   // the place of the group's scale among the matrix's
+  return row / TILE * ((columns + TILE - 1) / TILE) + group / (TILE / 8);
+}
+template <int BYTES, typename P> FN float scale_at_(P scales, size_t i) {   // BF16 or F32 out of a record
+  return BYTES == 2 ? BITS(float, uint(CAST(ushort, scales)[i]) << 16) : CAST(float, scales)[i];
+}
+FN Group scaled_(Group q, float scale) {
+  q.scale *= scale;
+  return q;
+}
 """
 
 # Helpers by name; a decoder's text brings those that it mentions.
@@ -86,6 +103,13 @@ FN Group signed_(float scale, uint a, uint b, uint c, uint d, uint spread) {   /
     q.m[2 * i + 1] = half_(pair >> 16);
   }
   return q;
+}
+""",
+    # codes in bytes 1 and 3 -> halves of 2^-8 times what they stand for, subnormals included; NaN stays NaN
+    "e4m3_": r"""
+FN uint e4m3_(uint codes) {
+  const uint size = codes & 0x7F007F00u, nan = (size + 0x01000100u) & 0x80008000u;
+  return (codes & 0x80008000u) | ((size | nan) >> 1);
 }
 """,
     "nibbles_": r"""
@@ -131,6 +155,19 @@ _DECODERS: dict[str, str] = {
   q.scale = 1.0f;
   q.least = 0.0f;
   UNROLL for (uint i = 0; i < 8; ++i) q.m[i] = BITS(float, b.u16(2 * i) << 16);
+  return q;
+""",
+    "F8_E4M3": r"""
+  Group q;
+  q.scale = 256.0f;
+  q.least = 0.0f;
+  UNROLL for (uint i = 0; i < 2; ++i) {
+    const uint codes = b.u32(4 * i), even = e4m3_(codes << 8), odd = e4m3_(codes);
+    q.m[4 * i] = half_(even & 0xFFFFu);
+    q.m[4 * i + 1] = half_(odd & 0xFFFFu);
+    q.m[4 * i + 2] = half_(even >> 16);
+    q.m[4 * i + 3] = half_(odd >> 16);
+  }
   return q;
 """,
     "Q2_0": r"""
@@ -258,12 +295,14 @@ def decoder_header(**roles: BlockFormat) -> str:
     """The header text of a kernel that reads these formats; each type's text once.
 
     For every role: ``decode_<role>(row, group)`` with a pointer to the row's first byte, ``first_<role>(group)`` and
-    ``second_<role>(group)``, and ``HAS_LEAST_<role>``, 0 where ``least`` is always 0.
+    ``second_<role>(group)``, ``HAS_LEAST_<role>``, 0 where ``least`` is always 0, and ``scaled_<role>(q, scale)``. For
+    formats whose scales lie apart also ``tile_`` and ``scale_at_``, which say where a group's scale is.
     """
     formats = {format.name: format for format in roles.values()}
     decoders = "".join(map(_function, formats.values()))
     used = decoders + "".join(text for name, text in _HELPERS.items() if name + "(" in decoders)
     helpers = [text for name, text in _HELPERS.items() if name + "(" in used]
+    helpers += [_TILES.replace("TILE", str(tile)) for tile in {format.tile for format in formats.values()} - {0}]
     return "".join([_ACCESS, *helpers, decoders, *(_macros(role, format) for role, format in roles.items())])
 
 
@@ -333,4 +372,5 @@ def _macros(role: str, format: BlockFormat) -> str:
         f"#define first_{role}(group) {first}\n"
         f"#define second_{role}(group) ({first} + {apart})\n"
         f"#define HAS_LEAST_{role} {int(format.name in _WITH_LEAST)}\n"
+        f"#define scaled_{role}(q, scale) {'scaled_(q, scale)' if format.tile else 'q'}\n"
     )

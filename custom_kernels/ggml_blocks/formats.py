@@ -1,4 +1,4 @@
-"""The block formats of ggml quantisation, as facts: names, type ids, sizes.
+"""The formats of packed weights, as facts: names, type ids, sizes. All but F8_E4M3 are ggml's block formats.
 
 A quantised row is a run of blocks without padding, each a fixed number of bytes for a fixed number of weights; all
 fields are little-endian. ``reference.py`` says what the bytes mean. Knows no MLX and no file.
@@ -15,15 +15,17 @@ class BlockFormat:
 
     Attributes:
         name: ggml's name without prefix, as ``IQ2_XS``.
-        type_id: the number of ``enum ggml_type``, which GGUF files store.
+        type_id: the number of ``enum ggml_type``, which GGUF files store; None for what no GGUF holds.
         block_weights: weights per block.
         block_bytes: bytes per block.
+        tile: the scales lie apart from the rows, one for each ``tile`` x ``tile`` weights; 0 if blocks hold their own.
     """
 
     name: str
-    type_id: int
+    type_id: int | None
     block_weights: int
     block_bytes: int
+    tile: int = 0
 
     def row_bytes(self, n: int) -> int:
         """Bytes of a row of ``n`` weights; rows are never padded, so the block must divide ``n``."""
@@ -32,6 +34,12 @@ class BlockFormat:
     def row_weights(self, n_bytes: int) -> int:
         """Weights of a row of ``n_bytes`` bytes, the inverse of ``row_bytes``."""
         return self._blocks("a row of bytes", n_bytes, self.block_bytes, "bytes") * self.block_weights
+
+    def scale_shape(self, rows: int, columns: int) -> tuple[int, int]:
+        """The shape of the scales of a matrix [rows, columns], of a format whose scales lie apart."""
+        if not self.tile:
+            raise ValueError(f"{self.name}: the scales are in the blocks")
+        return -(-rows // self.tile), -(-columns // self.tile)
 
     def _blocks(self, what: str, n: int, size: int, unit: str) -> int:
         if n < 0 or n % size:
@@ -59,9 +67,12 @@ FORMATS: tuple[BlockFormat, ...] = (
     BlockFormat("BF16", 30, 1, 2),
     BlockFormat("Q2_0", 42, 64, 18),
 )
-"""Every supported format, by type id. Each has one decoder in ``reference.py``."""
+"""Every supported format of ggml, by type id. Each has one decoder in ``reference.py``, like ``F8_E4M3``."""
 
-_BY_NAME = {format.name: format for format in FORMATS}
+F8_E4M3 = BlockFormat("F8_E4M3", None, 1, 1, tile=128)
+"""float8_e4m3fn with scales in BF16 or F32, as ``weight`` and ``weight_scale_inv`` of FP8 checkpoints."""
+
+_BY_NAME = {format.name: format for format in (*FORMATS, F8_E4M3)}
 _BY_ID = {format.type_id: format for format in FORMATS}
 
 

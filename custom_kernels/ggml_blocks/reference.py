@@ -1,4 +1,4 @@
-"""Exact dequantisers of ggml's block formats in mx ops: the definition that device decoders are tested against.
+"""Exact dequantisers of packed weights in mx ops: the definition that device decoders are tested against.
 
 Each decoder below states its block as ``offset field``; fields are little-endian, ``u`` unsigned, ``i`` signed, and
 bit fields count from the lowest bit. Formulas and layouts are facts of ggml (ggml-common.h, ggml-quants.c, and the
@@ -7,7 +7,7 @@ bit fields count from the lowest bit. Formulas and layouts are facts of ggml (gg
 In every quantised format a weight is (fp16 scale) * (small whole or dyadic numbers) plus at most one more such term.
 The products have at most 23 significant bits, so float32 holds them exactly in any order and only that last sum rounds:
 a decoder that reorders or fuses gets the same bits. The one exception is the sign of a zero weight, which here follows
-the factors' signs (MLX's affine forms give +0).
+the factors' signs (MLX's affine forms give +0). F8_E4M3 has one product too, which with float32 scales may round.
 
 Decoders take ``b`` [N, block_bytes] uint32, one byte per element, N > 0, and return [N, ...] float32 whose last axes
 hold the block's weights in order. Words are put together from bytes, never viewed, since blocks are not aligned.
@@ -22,27 +22,54 @@ import mlx.core as mx
 from custom_kernels.ggml_blocks.formats import BlockFormat
 from custom_kernels.ggml_blocks.tables import IQ4_VALUES, grid_array
 
+SCALE_DTYPES = (mx.bfloat16, mx.float32)
+"""Of scales that lie apart from the rows."""
 
-def naive_dequantize(blocks: mx.array, format: BlockFormat) -> mx.array:
+
+def naive_dequantize(blocks: mx.array, format: BlockFormat, scales: mx.array | None = None) -> mx.array:
     """The weights of packed rows, in float32.
 
     Args:
         blocks: [..., row_bytes] uint8, rows of whole blocks; any leading axes, any strides.
         format: what the bytes are.
+        scales: for F8_E4M3, where w[n, k] = code[n, k] scales[n / 128, k / 128]: with blocks [..., N, row_bytes]
+            [..., ceil(N / 128), ceil(n / 128)] bfloat16 or float32. None for other formats.
 
     Returns:
         [..., n] float32, a new array, n = ``format.row_weights(row_bytes)``.
 
     Raises:
-        ValueError: the array is not of bytes, or its rows are not whole blocks.
+        ValueError: the array is not of bytes, its rows are not whole blocks, or the scales do not fit.
     """
     if blocks.dtype != mx.uint8 or blocks.ndim == 0:
         raise ValueError(f"{format.name}: blocks must be [..., row_bytes] uint8, not {blocks.shape} {blocks.dtype}")
     shape = (*blocks.shape[:-1], format.row_weights(blocks.shape[-1]))
+    check_scales(format, shape, scales)
     if blocks.size == 0:
         return mx.zeros(shape, dtype=mx.float32)
     weights = _DECODERS[format.name](blocks.reshape(-1, format.block_bytes).astype(mx.uint32))
-    return weights.reshape(shape)
+    weights = weights.reshape(shape)
+    return weights if scales is None else weights * _spread(scales, format.tile, shape)
+
+
+def check_scales(format: BlockFormat, shape: tuple[int, ...], scales: mx.array | None) -> None:
+    """Raises ValueError unless weights [..., N, K] of this format go with these scales, which may be None."""
+    if not format.tile:
+        if scales is not None:
+            raise ValueError(f"{format.name} takes no scales: they are in its blocks")
+        return
+    if len(shape) < 2:
+        raise ValueError(f"{format.name}: blocks must be [..., rows, row_bytes], since rows share scales")
+    needed = (*shape[:-2], *format.scale_shape(*shape[-2:]))
+    if scales is None or scales.shape != needed or scales.dtype not in SCALE_DTYPES:
+        given = "missing" if scales is None else f"{scales.dtype} {scales.shape}"
+        raise ValueError(f"{format.name}: the scales are {given}; needed: bfloat16 or float32 {needed}")
+
+
+def _spread(scales: mx.array, tile: int, shape: tuple[int, ...]) -> mx.array:
+    """Each scale over its tile: [..., N, K] float32."""
+    wide = mx.repeat(scales.astype(mx.float32), tile, axis=-1)[..., : shape[-1]]
+    return mx.repeat(wide, tile, axis=-2)[..., : shape[-2], :]
 
 
 # Fields
@@ -111,6 +138,11 @@ def _f16(b: mx.array) -> mx.array:
 def _bf16(b: mx.array) -> mx.array:
     """0 bfloat16, the upper half of a float32."""
     return (_u16(b) << 16).view(mx.float32)
+
+
+def _f8_e4m3(b: mx.array) -> mx.array:
+    """0 float8_e4m3fn: u3 mantissa, u4 exponent (bias 7, subnormals at 0), u1 sign; 0x7F and 0xFF are NaN."""
+    return mx.from_fp8(b.astype(mx.uint8), dtype=mx.float32)
 
 
 def _q2_0(b: mx.array) -> mx.array:
@@ -306,6 +338,7 @@ _DECODERS: dict[str, Callable[[mx.array], mx.array]] = {
     "F32": _f32,
     "F16": _f16,
     "BF16": _bf16,
+    "F8_E4M3": _f8_e4m3,
     "Q2_0": _q2_0,
     "Q5_1": _q5_1,
     "Q8_0": _q8_0,

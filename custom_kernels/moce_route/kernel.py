@@ -68,7 +68,7 @@ _BODY = r"""
     if ((tid.x & 1) == 0) tops[pair] = top;
     BARRIER();
     uint place = 0;
-    UNROLL_BY(16) for (uint o = 0; o < 128; ++o) place += tops[o] > top || (tops[o] == top && o < pair) ? 1 : 0;
+    UNROLL_BY(16) for (uint o = 0; o < 128; ++o) place += uint(tops[o] > top) | (uint(tops[o] == top) & uint(o < pair));
     if (place < MAXR)
       for (uint i = 0; i < PER; ++i) {
         const uint at = (2 * place + (tid.x & 1)) * PER + i;
@@ -82,7 +82,8 @@ _BODY = r"""
       const int own = order[c];
       const uint id = order_id[c];
       uint rank = 0;
-      UNROLL_BY(16) for (uint o = 0; o < LIST; ++o) rank += order[o] > own || (order[o] == own && order_id[o] < id) ? 1 : 0;
+      UNROLL_BY(16) for (uint o = 0; o < LIST; ++o)
+        rank += uint(order[o] > own) | (uint(order[o] == own) & uint(order_id[o] < id));
       if (rank < MAXR) {
         best[rank] = order_logit[c];
         best_id[rank] = id;
@@ -101,8 +102,8 @@ _BODY = r"""
       const int own = adjusted[tid.x];
       uint at = 0;
       UNROLL_BY(8) for (uint o = 0; o < MAXR; ++o) {
-        const bool better = adjusted[o] > own || (adjusted[o] == own && o < tid.x);
-        at += (o < KEEP ? o < tid.x : tid.x >= KEEP && better) ? 1 : 0;
+        const uint better = uint(adjusted[o] > own) | (uint(adjusted[o] == own) & uint(o < tid.x));
+        at += o < KEEP ? uint(o < tid.x) : better & uint(tid.x >= KEEP);
       }
       if (at < K) {
         const uint id = best_id[tid.x];

@@ -23,7 +23,7 @@ REMEDY = (
     "Text stays right, only slower. Update mlx and this package and run 'mlx-moe doctor' again; where that does not "
     "help, report the output of 'mlx-moe doctor --json -'."
 )
-_HEADS = f"{'error':>9}{'µs':>8}"  # over the error and time of one kernel
+_HEADS = f"{'error':>10}{'µs':>8}"  # over the error and time of one kernel
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -80,15 +80,25 @@ def _header(machine: dict[str, Any]) -> list[str]:
 
 
 def _table(findings: Sequence[Finding]) -> list[str]:
-    """Ops with one kernel a line each; then a line per block format and a column per op that reads it."""
+    """Ops with one kernel a line each; then a table for the dense ops on blocks, and one for those on experts."""
     plain = [finding for finding in findings if not finding.variant]
-    rows: dict[str, list[Finding]] = {}
+    families: dict[str, list[Finding]] = {}
     for finding in (finding for finding in findings if finding.variant):
-        rows.setdefault(finding.variant.split("+")[0], []).append(finding)
-    ops = list(dict.fromkeys(finding.op for row in rows.values() for finding in row))
+        families.setdefault(finding.op.split("_")[0], []).append(finding)
     return [
         _line(f"{'op':<14}", [_HEADS]),
         *(_line(f"{finding.op:<14}", [_cell(finding)]) for finding in plain),
+        *(line for family in families.values() for line in _by_format(family)),
+    ]
+
+
+def _by_format(findings: Sequence[Finding]) -> list[str]:
+    """A line per block format and a column per op that reads it."""
+    rows: dict[str, list[Finding]] = {}
+    for finding in findings:
+        rows.setdefault(finding.variant.split("+")[0], []).append(finding)
+    ops = list(dict.fromkeys(finding.op for finding in findings))
+    return [
         "",
         _line(f"{'format':<8}", ops),
         _line(f"{'':<8}", [_HEADS] * len(ops)),
@@ -103,7 +113,7 @@ def _line(name: str, cells: Iterable[str]) -> str:
 def _cell(finding: Finding) -> str:
     verdict = finding.verdict
     error = "FAILED" if not verdict.ok else _number(verdict.error, ".1e")
-    return f"{error:>9}{_number(verdict.microseconds, '.1f'):>8}"
+    return f"{error:>10}{_number(verdict.microseconds, '.1f'):>8}"
 
 
 def _number(value: float | None, form: str) -> str:

@@ -140,6 +140,18 @@ def test_rows_per_simdgroup_change_no_bit(where):
 
 
 @everywhere
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_activations_may_start_anywhere(where, dtype):
+    """A part of another array starts at any element; wide loads would fault there, and bits must not change."""
+    format = format_by_name("IQ2_XS")
+    whole, w = activations(3 * 256 + 1, dtype=dtype), mx.array(packed(format, 37, 256))
+    own = mx.array(exact(whole[1:]).astype(np.float32)).astype(dtype)
+    (want,) = outputs(block_gemv_launch(own.reshape(3, 256), w, format), where)
+    (got,) = outputs(block_gemv_launch(whole[1:].reshape(3, 256), w, format), where)
+    assert mx.array_equal(got, want)
+
+
+@everywhere
 def test_one_row_and_another_dtype(where):
     format = format_by_name("Q8_0")
     x, w = activations(1, 32, dtype=mx.bfloat16), mx.array(packed(format, 1, 32))

@@ -10,7 +10,7 @@ import pytest
 
 from custom_kernels import checks, dispatch
 from custom_kernels.checks import FELLOWS, WINDOWS, check, every_kernel, kernel_hash, one_line, run_check
-from custom_kernels.ggml_blocks import FORMATS
+from custom_kernels.ggml_blocks import F8_E4M3, FORMATS
 from custom_kernels.ggml_blocks.device import has_decoder
 from custom_kernels.moce_route import kernel as route
 from custom_kernels.moce_route.reference import Policy, naive_moce_route
@@ -19,16 +19,16 @@ from custom_kernels.slots import NO_SLOT
 from simulated import WRONG_BASE, change_kernel
 
 ALL = list(every_kernel())
-FAST = {"IQ2_XS", "Q8_0"}
-KERNELS = [  # the two formats of the published quants in the fast tier, all in the full one
+FAST = {"IQ2_XS", "Q8_0", "F8_E4M3"}
+KERNELS = [  # the formats of the published quants in the fast tier, all in the full one
     pytest.param(*one, marks=[] if not one[1] or one[1].split("+")[0] in FAST else [pytest.mark.full], id=" ".join(one))
     for one in [*ALL, ("expert_gate_up", "IQ2_XS+IQ4_NL")]
 ]
 
 
 def test_every_kernel_has_a_check():
-    formats = [format.name for format in FORMATS if has_decoder(format)]
-    for op in ("block_gemv", "block_dequantize", "expert_down"):
+    formats = [format.name for format in (*FORMATS, F8_E4M3) if has_decoder(format)]
+    for op in ("block_gemv", "block_dequantize", "expert_down", "expert_dequantize"):
         assert [variant for other, variant in ALL if other == op] == formats
     assert ("expert_gate_up", "IQ2_XS+IQ2_XS") in ALL
     chosen = {
@@ -163,7 +163,7 @@ def test_hash(monkeypatch):
 
 def test_hashes_of_variants_differ():
     digests = [kernel_hash(check(*one), "metal") for one in ALL]
-    assert len(set(digests)) == len(ALL) == 76
+    assert len(set(digests)) == len(ALL) == 99
 
 
 @pytest.mark.parametrize(

@@ -9,15 +9,26 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from custom_kernels.dequant_gemv import NO_SLOT, PAGE_BYTES, Arena, Matrix, expert_combine, expert_down, expert_gate_up
+from custom_kernels.dequant_gemv import (
+    NO_SLOT,
+    PAGE_BYTES,
+    Arena,
+    Matrix,
+    expert_combine,
+    expert_dequantize,
+    expert_down,
+    expert_gate_up,
+)
 from custom_kernels.dequant_gemv.expert_kernel import (
     expert_combine_launch,
+    expert_dequantize_launch,
     expert_down_launch,
     expert_gate_up_launch,
     supports_experts,
 )
 from custom_kernels.dequant_gemv.reference import (
     naive_expert_combine,
+    naive_expert_dequantize,
     naive_expert_down,
     naive_expert_gate_up,
 )
@@ -142,6 +153,26 @@ def _halves(layer: Layer, x: mx.array, words: mx.array, where: str) -> tuple[mx.
 
 
 @everywhere
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [(CASES[0], mx.float32), (CASES[1], mx.bfloat16), (CASES[2], mx.float16)]
+    + [pytest.param(case, dtype, marks=pytest.mark.full) for case in CASES[3:] for dtype in (mx.float32, mx.bfloat16)],
+    ids=str,
+)
+def test_unpacked_experts_are_the_matrices(where, case, dtype):
+    """Bit for bit, repeated and in any order, from every chunk; of NO_SLOT zeros."""
+    layer = layer_of(case)
+    ids = np.array([5, -1, 0, 1, 0, 4, 3, 2, -1])
+    words = layer.words_of(ids)
+    for part, matrix in enumerate((layer.gate, layer.up, layer.down)):
+        want = np.stack([layer.matrices[i][part] * (i >= 0) for i in ids])
+        want = mx.array(want.astype(np.float32)).astype(dtype)
+        (got,) = outputs(expert_dequantize_launch(words, layer.arena, matrix, dtype), where)
+        assert got.dtype == dtype and mx.array_equal(got, want), matrix
+        assert mx.array_equal(naive_expert_dequantize(words, layer.arena, matrix, dtype), want), matrix
+
+
+@everywhere
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16])
 def test_a_pair_has_the_same_bits_in_every_window(where, dtype):
     layer = layer_of(CASES[0])
@@ -195,6 +226,20 @@ def test_odd_rows_at_the_end_of_a_chunk(where):
 
 
 @everywhere
+def test_chunks_may_be_rows_of_16_bytes(where):
+    """As those of more than 2 GiB must be: MLX's axes end there."""
+    layer = layer_of(CASES[0])
+    x, words = layer.x(2), layer.words_of(IDS[:2])
+    wide = tuple(chunk[: chunk.size // 16 * 16].reshape(-1, 16) for chunk in layer.arena.chunks)
+    arena = Arena(wide, layer.arena.bases)
+    want = naive_expert_gate_up(x, words, layer.arena, layer.gate, layer.up)
+    assert mx.array_equal(naive_expert_gate_up(x, words, arena, layer.gate, layer.up), want)
+    (flat,) = outputs(expert_gate_up_launch(x, words, layer.arena, layer.gate, layer.up), where)
+    (h,) = outputs(expert_gate_up_launch(x, words, arena, layer.gate, layer.up), where)
+    assert mx.array_equal(h, flat)
+
+
+@everywhere
 def test_one_chunk_and_one_pair(where):
     """The places of the other chunks are filled; base 0 by default."""
     layer = layer_of(CASES[0])
@@ -242,6 +287,8 @@ def test_entries_fall_back_to_the_references():
         h = expert_gate_up(x, words, layer.arena, layer.gate, layer.up)
         partials = expert_down(h, words, layer.arena, layer.down)
         out = expert_combine(partials, mx.full((2, 3), 0.25), mx.zeros((2, layer.down.rows)), mx.bfloat16)
+        unpacked = expert_dequantize(words[0], layer.arena, layer.up, mx.float16)
+    assert mx.array_equal(unpacked, naive_expert_dequantize(words[0], layer.arena, layer.up, mx.float16))
     assert mx.array_equal(h, naive_expert_gate_up(x, words, layer.arena, layer.gate, layer.up))
     assert mx.array_equal(partials, naive_expert_down(h, words, layer.arena, layer.down))
     assert out.dtype == mx.bfloat16 and error_of(out, layer.expected_partials(h, IDS[:2]).sum(axis=1) / 4) < 1e-2
@@ -288,7 +335,8 @@ def test_records_beyond_4_gib():
     layer = layer_of(CASES[0])
     first = layer.arena.chunks[0]
     far = (1 << 32) // PAGE_BYTES + 3
-    chunk = mx.concatenate([mx.zeros(far * PAGE_BYTES, dtype=mx.uint8), first])
+    records = first[: first.size // 16 * 16].reshape(-1, 16)
+    chunk = mx.concatenate([mx.zeros((far * PAGE_BYTES // 16, 16), dtype=mx.uint8), records])
     arena, x = Arena((first, chunk)), layer.x(1)
     words = mx.array([[layer.words[0], 1 << 28 | far + (layer.words[0] & 0x0FFFFFFF)]], dtype=mx.uint32)
     (h,) = outputs(expert_gate_up_launch(x, words, arena, layer.gate, layer.up), "gpu")

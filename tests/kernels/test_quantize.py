@@ -316,6 +316,9 @@ def test_signs(name):
     assert np.array_equal(changed[odd].argmax(axis=1), (h * np.abs(x)).reshape(-1, 8)[odd].argmin(axis=1))
 
 
+LIMIT_BYTES = (64 if mx.default_device() == mx.Device(mx.cpu) else 256) << 20  # a GPU has more pieces in flight
+
+
 def _peak_bytes(rows: int, format: BlockFormat) -> int:
     """Memory at the peak beyond the weights, BF16 [rows, 2560], and the packed rows."""
     weights = mx.random.normal((rows, 2560), key=mx.random.key(0)).astype(mx.bfloat16)
@@ -329,13 +332,13 @@ def _peak_bytes(rows: int, format: BlockFormat) -> int:
 
 @each
 def test_memory_is_bounded(format):
-    assert _peak_bytes(400, format) < 64 << 20
+    assert _peak_bytes(400, format) < LIMIT_BYTES
 
 
 @pytest.mark.full
 @each
 def test_matrices_of_real_size(format):
-    assert _peak_bytes(8192, format) < 64 << 20
+    assert _peak_bytes(8192, format) < LIMIT_BYTES
     for shape in ((1280, 2560), (2560, 640), (2560, 768)):
         if shape[1] % format.block_weights == 0:
             x, h = 0.02 * _gaussian(*shape), _importance(shape[1])
