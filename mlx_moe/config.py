@@ -101,6 +101,7 @@ class ModelConfig:
     rotary_dim: int
     norm_topk_prob: bool
     output_gate_type: str  # "sigmoid" or "silu"
+    linear_value_heads_tiled: bool  # value head j uses key head j mod (key heads), as in GGUF files; else j // ratio
     quantization: Mapping[str, Any] | None  # MLX's own section, or None
 
     @property
@@ -143,6 +144,7 @@ class ModelConfig:
         values["eos_token_ids"] = _eos(raw, text, values["vocab_size"])
         values["layer_types"] = _layer_types(text, values["num_hidden_layers"])
         values["output_gate_type"] = _gate(text)
+        values["linear_value_heads_tiled"] = _bool(text, "linear_value_heads_tiled", False)
         values["rope_theta"], values["rotary_dim"] = _rope(text, values["head_dim"])
         values["ple_layer_ids"] = _ple_layers(text, values)
         values["ple_embed_dim"] = _int(text, "ple_embed_dim", 1, 65536, values["hidden_size"])

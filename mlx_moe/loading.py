@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from mlx_moe.formats.tokenizer import load_tokenizer
+from mlx_moe.formats import gguf_tokenizer
+from mlx_moe.formats.gguf import open_gguf
+from mlx_moe.formats.tokenizer import has_tokenizer, load_tokenizer
+from mlx_moe.gguf_loading import is_gguf
 from mlx_moe.runtime import load_model, model_folder
 
 if TYPE_CHECKING:
@@ -33,19 +36,21 @@ def load(
     *,
     dtype: mx.Dtype | None = None,
     norm_convention: str = "auto",
+    mtp: str | Path | None = "auto",
     adapter_path: str | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[Model, TokenizerWrapper] | tuple[Model, TokenizerWrapper, dict[str, Any]]:
     """Load a model and its tokenizer.
 
     Args:
-        path_or_hf_repo: a model folder or a Hub repository; None is the demonstration model of the package.
+        path_or_hf_repo: a model folder, a GGUF file or a folder of one model's shards, or a Hub repository; None is the
+            demonstration model of the package.
         tokenizer_config: keywords for transformers' AutoTokenizer.
         model_config: entries that override config.json.
         lazy: leave the weights to be read when they are first used, by the loading thread.
         return_config: also return the raw contents of config.json.
         revision: of the Hub repository.
-        dtype, norm_convention: see ``load_model``.
+        dtype, norm_convention, mtp: see ``load_model``.
         adapter_path, trust_remote_code: mlx-lm's, refused with the reason.
 
     Returns:
@@ -57,7 +62,17 @@ def load(
     for name, value in (("adapter_path", adapter_path), ("trust_remote_code", trust_remote_code)):
         if value:
             raise ValueError(f"{name} cannot be used: {REFUSED[name]}")
-    folder = model_folder(path_or_hf_repo, revision)
-    model, config = load_model(folder, dtype, model_config=model_config, lazy=lazy, norm_convention=norm_convention)
-    tokenizer = load_tokenizer(folder, config, tokenizer_config)
+    source = model_folder(path_or_hf_repo, revision)
+    model, config = load_model(
+        source, dtype, model_config=model_config, lazy=lazy, norm_convention=norm_convention, mtp=mtp
+    )
+    tokenizer = _tokenizer(source, config, tokenizer_config)
     return (model, tokenizer, config) if return_config else (model, tokenizer)
+
+
+def _tokenizer(source: Path, config: Mapping[str, Any], options: Mapping[str, Any] | None) -> TokenizerWrapper:
+    """The tokenizer in the folder; of a GGUF file without one beside it, the file's own."""
+    folder = source if source.is_dir() else source.parent
+    if is_gguf(source) and not has_tokenizer(folder):
+        return gguf_tokenizer.load_tokenizer(open_gguf(source), options)
+    return load_tokenizer(folder, config, options)

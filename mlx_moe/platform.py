@@ -33,6 +33,11 @@ def device() -> Device:
     return Device(name, architecture, memory, working_set)
 
 
+def max_buffer_bytes() -> int:
+    """The most that one array may take: what Metal allows, or all memory."""
+    return mx.device_info().get("max_buffer_length") or device().memory_bytes
+
+
 def _machine_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 

@@ -1,38 +1,48 @@
-"""The composition root: the only place where model, weights and expert source meet."""
+"""The composition root of model folders: where model, weights and sources meet (of GGUF files: gguf_loading.py)."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
 from mlx_moe.config import ConfigError, ModelConfig, read_config
 from mlx_moe.formats.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from mlx_moe.formats.hub import resolve
 from mlx_moe.formats.safetensors import FileFormatError
+from mlx_moe.gguf_loading import is_gguf, load_gguf
 from mlx_moe.models.layers import PackedWeight, on_cpu
 from mlx_moe.models.qwen4_exp import Model
 from mlx_moe.models.qwen4_exp import sanitize as names
-from mlx_moe.paging.ngram import NgramHash
 from mlx_moe.paging.resident import ResidentExperts, ResidentRows
 from mlx_moe.verdicts import require_kernels
+from mlx_moe.weights import (
+    DTYPES,
+    Origin,
+    check_hashes,
+    compute_dtype,
+    evaluate,
+    kernels_of,
+    misfit,
+    named_parameters,
+    packed_modules,
+    put,
+    type_name,
+)
 
 logger = logging.getLogger(__name__)
 
-DTYPES = (mx.float32, mx.bfloat16, mx.float16)
 DEMO = Path(__file__).parent / "demo"
 """The demonstration model that comes with the package."""
 
-KERNELS = frozenset({("gdn_step", ""), ("gdn_commit", ""), ("moce_route", "")})
-"""(op, variant) of every kernel that a model uses; each is checked once per machine."""
+KERNELS = frozenset({("gdn_step", ""), ("gdn_commit", "")})
+"""(op, variant) of the kernels that every model uses; each is checked once per machine."""
 
-_KEEP_FLOAT32 = ("A_log", "dt_bias")
 _NAMED_DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 _NOT_PACKED = ("mlp.gate", "shared_expert_gate", "block_inject_weight", "in_proj_a", "in_proj_b")
 
@@ -45,18 +55,22 @@ def load_model(
     lazy: bool = False,
     revision: str | None = None,
     norm_convention: str = "auto",
+    mtp: str | Path | None = "auto",
     mtp_norm_per_stream: bool = False,
 ) -> tuple[Model, dict[str, Any]]:
     """Load a model without its tokenizer.
 
     Args:
-        path: a model folder or a Hub repository; None is the demonstration model of the package.
-        dtype: float32, bfloat16 or float16 to compute in; None keeps what the file holds, and is float32 where MLX
-            has no GPU, since its CPU products are many times slower in 16 bits.
+        path: a model folder, a GGUF file, a folder of one GGUF model's shards, or a Hub repository; None is the
+            demonstration model of the package.
+        dtype: float32, bfloat16 or float16 to compute in; None keeps what the file holds (of GGUF files bfloat16), and
+            is float32 where MLX has no GPU, since its CPU products are many times slower in 16 bits.
         model_config: entries that override config.json.
-        lazy: leave the weights to be read when they are first used, by the loading thread.
+        lazy: leave the weights to be read when they are first used, by the loading thread; not for GGUF files.
         revision: of the Hub repository.
-        norm_convention: "auto", or "raw" or "folded" for files that do not say it clearly.
+        norm_convention: "auto", or "raw" or "folded" for model folders that do not say it clearly.
+        mtp: the draft layer: "auto" is the model's own, or that of a GGUF file beside the model; None is none; a GGUF
+            file takes it from there.
         mtp_norm_per_stream: llama.cpp's reading of the MTP layer's hidden norm; changes draft acceptance only.
 
     Returns:
@@ -67,34 +81,41 @@ def load_model(
     """
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype}; allowed: float32, bfloat16, float16")
-    folder = model_folder(path, revision)
-    raw = {**read_config(folder), **(model_config or {})}
-    config = ModelConfig.from_dict(raw)
-    checkpoint = read_checkpoint(folder)
-    _report_vision(checkpoint)
-    _check_hashes(checkpoint, config)
-    dtype = dtype or _default_dtype(raw, checkpoint)
-    convention = raw.get("norm_convention", "auto") if norm_convention == "auto" else norm_convention
-    weights = names.sanitize(checkpoint.tensors, config, convention, dtype)
-    checkpoint.tensors.clear()  # from here on only the model holds what it needs, so memory stays near the result
-    model = _build(config, any(name.startswith("mtp.") for name in weights), mtp_norm_per_stream)
-    _assign(model, weights, checkpoint, dtype)
+    source = model_folder(path, revision)
+    if is_gguf(source):
+        if lazy or norm_convention != "auto":
+            option = "lazy" if lazy else "norm_convention"
+            raise ValueError(f"{source}: {option} cannot be used with GGUF files; leave it out")
+        dtype = dtype or (mx.float32 if on_cpu() else mx.bfloat16)
+        model, raw = load_gguf(source, dtype, model_config, mtp, mtp_norm_per_stream)
+    else:
+        if mtp not in ("auto", None):
+            raise ValueError(f"mtp is {mtp}, but the draft layer of a model folder is the folder's own; leave it out")
+        raw = {**read_config(source), **(model_config or {})}
+        model = _load_folder(source, raw, dtype, norm_convention, mtp is not None, mtp_norm_per_stream)
     if not lazy:
-        _evaluate(model)
-    require_kernels(KERNELS)
+        evaluate(model)
+    require_kernels(KERNELS | kernels_of(model))
     model.bind()
     return model, raw
 
 
 def model_folder(path: str | Path | None, revision: str | None = None) -> Path:
-    """The local folder of a model: the package's own for None, a folder, or a Hub repository that can be run.
+    """Where a model is here: the package's own for None, a folder or GGUF file, or a Hub repository that can be run.
 
-    Of a repository config.json is fetched and checked first, so that nothing large is downloaded in vain.
+    Of a repository its configuration is fetched and checked first, so that nothing large is downloaded in vain.
     """
     if path is None:
         if not (DEMO / "config.json").exists():
             raise FileNotFoundError("this installation has no demonstration model; name a model folder or repository")
         return DEMO
+    local = Path(path)
+    with contextlib.suppress(RuntimeError):  # ~name of nobody
+        local = local.expanduser()
+    if is_gguf(local):
+        return local
+    if local.suffix == ".gguf":
+        raise FileNotFoundError(f"{local}: no such file")
     return resolve(path, revision, check=lambda folder: ModelConfig.from_path(folder))
 
 
@@ -103,10 +124,13 @@ def save_model(folder: str | Path, model: Model, config: Mapping[str, Any]) -> N
 
     Args:
         config: the raw configuration that ``load_model`` returned; sections that describe the packing are rewritten.
+
+    Raises ValueError for a model of a GGUF file.
     """
+    _refuse_blocks(model, "saved as a folder")
     raw = {key: value for key, value in config.items() if key not in ("quantization", "quantization_config")}
     raw["norm_convention"] = "folded"
-    raw["dtype"] = _type_name(_compute_dtype(model))
+    raw["dtype"] = type_name(compute_dtype(model))
     packed = {path: module.packing for path, module in packed_modules(model) if module.packing is not None}
     if packed:
         common = max(packed.values(), key=list(packed.values()).count)
@@ -126,50 +150,43 @@ def quantize_model(
     """Pack the large matrices of a model with ``mx.quantize``, in place.
 
     Routers, scalar gates and matrices whose rows do not divide into groups stay as they are. ``predicate(path,
-    weight)`` may return False, True or its own {bits, group_size, mode}.
+    weight)`` may return False, True or its own {bits, group_size, mode}. Raises ValueError for a model of a GGUF file.
     """
+    _refuse_blocks(model, "quantised again")
     default = {"group_size": group_size, "bits": bits, "mode": mode}
     for path, module in packed_modules(model):
         choice = not path.endswith(_NOT_PACKED) if predicate is None else predicate(path, module)
         packing = dict(choice) if isinstance(choice, Mapping) else default
         if choice and module.packing is None and module.weight.shape[-1] % packing["group_size"] == 0:
             module.pack(packing)
-    _evaluate(model)
+    evaluate(model)
     return model
 
 
-def packed_modules(model: Model) -> Iterable[tuple[str, PackedWeight]]:
-    """(canonical path, module) of every weight that can be packed: the model's, the experts' and the tables'."""
-    for root, module in _roots(model):
-        for path, child in module.named_modules():
-            if isinstance(child, PackedWeight):
-                yield root(path), child
+def _refuse_blocks(model: Model, what: str) -> None:
+    if not isinstance(model._experts, nn.Module):
+        raise ValueError(f"a model that was loaded from a GGUF file cannot be {what}; start from a model folder")
 
 
-def named_parameters(model: Model) -> dict[str, mx.array]:
-    """Every weight by its canonical name, wherever it lives."""
-    return {root(name): tensor for root, module in _roots(model) for name, tensor in tree_flatten(module.parameters())}
-
-
-def _roots(model: Model) -> list[tuple[Callable[[str], str], nn.Module]]:
-    """The modules that hold weights, each with the map from its own paths to canonical names."""
-    layers, ples = model.config.num_hidden_layers, model.config.ple_layer_ids
-
-    def expert(path: str) -> str:
-        index, rest = path.removeprefix("layers.").split(".", 1) if path.count(".") > 1 else (path, "")
-        base = "mtp.layers.0" if int(index) == layers else f"model.layers.{index}"
-        return f"{base}.mlp.experts.{rest}"
-
-    def table(path: str) -> str:
-        index, *rest = path.removeprefix("tables.").split(".")
-        return ".".join([f"model.layers.{ples[int(index)] - 1}.ple.ple_embedding.ngram_embedding", *rest])
-
-    roots: list[tuple[Callable[[str], str], nn.Module]] = [(lambda path: path, model)]
-    if isinstance(model._experts, nn.Module):
-        roots.append((expert, model._experts))
-    if isinstance(model._rows, nn.Module):
-        roots.append((table, model._rows))
-    return roots
+def _load_folder(
+    folder: Path, raw: Mapping[str, Any], dtype: mx.Dtype | None, norm_convention: str, mtp: bool, per_stream: bool
+) -> Model:
+    """The model of a folder of safetensors, its weights still lazy. mtp: whether to take the draft layer along."""
+    config = ModelConfig.from_dict(raw)
+    checkpoint = read_checkpoint(folder)
+    _report_vision(checkpoint)
+    check_hashes(names.hash_buffers(checkpoint.tensors), config)
+    dtype = dtype or _default_dtype(raw, checkpoint)
+    convention = raw.get("norm_convention", "auto") if norm_convention == "auto" else norm_convention
+    weights = names.sanitize(checkpoint.tensors, config, convention, dtype)
+    checkpoint.tensors.clear()  # from here on only the model holds what it needs, so memory stays near the result
+    if not mtp:
+        weights = {name: tensor for name, tensor in weights.items() if not name.startswith("mtp.")}
+    model = _build(config, any(name.startswith("mtp.") for name in weights), per_stream)
+    origin = Origin(str(checkpoint.folder), "config.json", lambda name: _file_of(name, checkpoint))
+    _expect_packing(model, weights, origin, dtype)
+    put(model, weights, origin, dtype)
+    return model
 
 
 def _build(config: ModelConfig, mtp: bool, per_stream: bool) -> Model:
@@ -183,23 +200,6 @@ def _report_vision(checkpoint: Checkpoint) -> None:
     vision = sum(map(names.is_vision, checkpoint.tensors))
     if vision:
         logger.warning("%s: skipped %d tensors of the image encoder; text only", checkpoint.folder, vision)
-
-
-def _check_hashes(checkpoint: Checkpoint, config: ModelConfig) -> None:
-    """Hash constants in the file must be those that the configuration gives."""
-    for name, tensor in names.hash_buffers(checkpoint.tensors).items():
-        layer = re.match(r"model\.layers\.(\d{1,4})\.ple\.", name)
-        index = config.ple_index(int(layer[1])) if layer else None
-        if index is None:
-            raise ConfigError(f"{name} is in the file, but not of a layer that ple_layer_ids names")
-        table = NgramHash.from_config(config, index)
-        want = {
-            "layer_multipliers": table.multipliers,
-            "ngram_heads_vocab_sizes": table.sizes,
-            "ngram_heads_offsets": table.offsets,
-        }[name.rsplit(".", 1)[1]]
-        if tensor.ndim != 1 or tuple(tensor.tolist()) != want:
-            raise ConfigError(f"{name} in the file is not what seed and ngram_vocab_size_base of config.json give")
 
 
 def _default_dtype(raw: Mapping[str, Any], checkpoint: Checkpoint) -> mx.Dtype:
@@ -220,33 +220,7 @@ def _file_dtype(raw: Mapping[str, Any], checkpoint: Checkpoint) -> mx.Dtype:
     return _NAMED_DTYPES.get(str(named), mx.bfloat16)
 
 
-def _assign(model: Model, weights: dict[str, mx.array], checkpoint: Checkpoint, dtype: mx.Dtype) -> None:
-    """Put every weight in its place, in the type to compute in; all names and shapes must fit."""
-    _expect_packing(model, weights, checkpoint, dtype)
-    _check_names(named_parameters(model), weights, checkpoint)
-    _check_types(model, weights, checkpoint)
-    for root, module in _roots(model):
-        own = [name for name, _ in tree_flatten(module.parameters())]
-        module.load_weights([(name, _cast(root(name), weights.pop(root(name)), dtype)) for name in own], strict=True)
-
-
-def _cast(name: str, tensor: mx.array, dtype: mx.Dtype) -> mx.array:
-    if not mx.issubdtype(tensor.dtype, mx.floating):
-        return tensor
-    return tensor.astype(mx.float32 if _stays_float32(name) else dtype)
-
-
-def _stays_float32(name: str) -> bool:
-    return names.is_norm(name) or name.endswith(("linear_attn.norm.weight", *_KEEP_FLOAT32))
-
-
-def _compute_dtype(model: Model) -> mx.Dtype:
-    """The type that a loaded model computes in; packed weights need not show it."""
-    types = {tensor.dtype for name, tensor in named_parameters(model).items() if not _stays_float32(name)}
-    return next((dtype for dtype in DTYPES if dtype in types), mx.bfloat16)
-
-
-def _expect_packing(model: Model, weights: Mapping[str, mx.array], checkpoint: Checkpoint, dtype: mx.Dtype) -> None:
+def _expect_packing(model: Model, weights: Mapping[str, mx.array], origin: Origin, dtype: mx.Dtype) -> None:
     """Modules whose scales are in the file expect the packed shapes; bits and group size follow from those."""
     section = model.config.quantization
     for path, module in packed_modules(model):
@@ -254,57 +228,17 @@ def _expect_packing(model: Model, weights: Mapping[str, mx.array], checkpoint: C
         if packed is None or scales is None:
             continue
         if section is None:
-            raise ConfigError(f"{path}.scales is in {checkpoint.folder}, but config.json has no quantization section")
+            raise ConfigError(f"{path}.scales is in {origin.name}, but config.json has no quantization section")
         own = section.get(path)
         mode = own.get("mode", "affine") if isinstance(own, Mapping) else section.get("mode", "affine")
         inputs = module.weight.shape[-1]
         if not scales.ndim == packed.ndim == module.weight.ndim or not scales.size or inputs % scales.shape[-1]:
-            raise FileFormatError(_misfit(f"{path}.scales", scales, module.weight.shape, checkpoint))
+            raise FileFormatError(misfit(f"{path}.scales", scales, module.weight.shape, origin))
         packing = {"group_size": inputs // scales.shape[-1], "bits": 32 * packed.shape[-1] // inputs, "mode": mode}
         try:
             module.expect(packing, dtype)
         except ValueError as error:
-            raise FileFormatError(f"{checkpoint.folder}: {path} cannot be unpacked as {packing} ({error})") from None
-
-
-def _check_names(want: Mapping[str, mx.array], got: Mapping[str, mx.array], checkpoint: Checkpoint) -> None:
-    problems = []
-    missing, surplus = sorted(want.keys() - got.keys()), sorted(got.keys() - want.keys())
-    if missing:
-        problems.append(f"{len(missing)} tensor(s) missing, first {', '.join(missing[:3])}")
-    if surplus:
-        where = _file_of(surplus[0], checkpoint)
-        problems.append(f"{len(surplus)} unknown tensor(s), first {', '.join(surplus[:3])} ({where})")
-    shapes = [name for name in want.keys() & got.keys() if want[name].shape != got[name].shape]
-    for name in sorted(shapes)[:3]:
-        problems.append(_misfit(name, got[name], want[name].shape, checkpoint))
-    if problems:
-        raise FileFormatError(f"{checkpoint.folder}: weights do not fit config.json: {'; '.join(problems)}")
-
-
-def _check_types(model: Model, weights: Mapping[str, mx.array], checkpoint: Checkpoint) -> None:
-    """Packed weights are integers, everything else is a floating-point number."""
-    integers = {}
-    for path, module in packed_modules(model):
-        if module.packing is not None:
-            integers[f"{path}.weight"] = mx.uint32
-            if module.packing["mode"] != "affine":
-                integers[f"{path}.scales"] = mx.uint8
-    for name, tensor in weights.items():
-        want = integers.get(name)
-        if tensor.dtype != want if want is not None else not mx.issubdtype(tensor.dtype, mx.floating):
-            raise FileFormatError(
-                f"{checkpoint.folder}: {name} holds {_type_name(tensor.dtype)}, needed "
-                f"{'floating-point numbers' if want is None else _type_name(want)} ({_file_of(name, checkpoint)})"
-            )
-
-
-def _type_name(dtype: mx.Dtype) -> str:
-    return str(dtype).removeprefix("mlx.core.")
-
-
-def _misfit(name: str, tensor: mx.array, want: tuple[int, ...], checkpoint: Checkpoint) -> str:
-    return f"{name} has shape {tuple(tensor.shape)}, needed {tuple(want)} ({_file_of(name, checkpoint)})"
+            raise FileFormatError(f"{origin.name}: {path} cannot be unpacked as {packing} ({error})") from None
 
 
 def _file_of(name: str, checkpoint: Checkpoint) -> str:
@@ -313,13 +247,3 @@ def _file_of(name: str, checkpoint: Checkpoint) -> str:
         if names.canonical_name(source) == name:
             return file
     return "file unknown"
-
-
-def _evaluate(model: Model) -> None:
-    """Read and convert every weight now, layer by layer, so that temporaries stay small."""
-    for name, tensor in named_parameters(model).items():
-        try:
-            mx.eval(tensor)
-        except RuntimeError as error:
-            raise FileFormatError(f"{name} cannot be read ({error})") from None
-    mx.synchronize()

@@ -62,6 +62,12 @@ _MIX = {
 }
 
 
+def q8_0_matrices(name: str) -> str:
+    """Matrices as Q8_0; what must be plain numbers, and routers and the n-gram table, as F32."""
+    plain = ("conv1d", "per_layer", "ffn_gate_inp", "inject")
+    return "F32" if any(part in name for part in plain) else "Q8_0"
+
+
 def head_order(config: ModelConfig) -> np.ndarray:
     """Hugging Face's value head at each place of a GGUF file."""
     keys, ratio = config.linear_num_key_heads, config.linear_num_value_heads // config.linear_num_key_heads

@@ -555,8 +555,8 @@ def test_names_that_lead_nowhere(tmp_path, monkeypatch):
             with pytest.raises(FileNotFoundError) as caught:
                 call(name)
             assert str(name) in str(caught.value) and "\n" not in str(caught.value)
-    (tmp_path / "file.gguf").write_bytes(b"GGUF")
-    assert "is a file" in refusal(tmp_path / "file.gguf", FileNotFoundError)
+    (tmp_path / "file.bin").write_bytes(b"GGUF")
+    assert "is a file" in refusal(tmp_path / "file.bin", FileNotFoundError)
 
 
 def test_a_folder_without_a_configuration(tmp_path):

@@ -19,11 +19,14 @@ import mlx.core as mx
 import pytest
 
 import checkpoints
+from gguf_models import q8_0_matrices, write_gguf
 from mlx_moe.runtime import load_model, quantize_model
 
 ROOT = Path(__file__).resolve().parent.parent
-STARTS = ("mlx_moe.models", "mlx_moe.paging.resident")
+STARTS = ("mlx_moe.models", "mlx_moe.paging.resident", "mlx_moe.paging.experts", "mlx_moe.paging.rows")
 """The decode path is these and whatever of the project they import."""
+OFF_PATH = ("custom_kernels.ggml_blocks.quantize",)
+"""What they import and never run in a pass."""
 
 PRODUCT = re.compile(
     r"\w*mm|\w*matmul|einsum|tensordot|inner|outer|vecdot|linalg|conv\w*|\w*attention|gated_delta_update"
@@ -41,6 +44,7 @@ class Entry:
     name: str  # within the module
     why: str
     rows: Callable[..., int] | None = None  # of a call, from its arguments without self; None: never run for windows
+    alone: bool = False  # gets whole windows and multiplies each row by itself; tests/kernels shows that bits are equal
 
 
 ENTRIES = (
@@ -58,7 +62,7 @@ ENTRIES = (
     ),
     Entry(
         "mlx_moe.models.layers",
-        "_gather_mm",
+        "gather_mm",
         "_gathered for plain weights",
         lambda x, weights, ids, *_: len(ids),
     ),
@@ -73,6 +77,10 @@ ENTRIES = (
         "Indexer.select",
         "called for each tile of _sparse",
         lambda q, *_: q.shape[1],
+    ),
+    *(
+        Entry("custom_kernels.dequant_gemv.reference", name, "a loop over the rows of x", alone=True)
+        for name in ("naive_block_gemv", "naive_expert_gate_up", "naive_expert_down")
     ),
     Entry("custom_kernels.gdn_step.rule", "chunked_delta_rule", "prompts only"),
     Entry("custom_kernels.gdn_step.rule", "_unit_lower_inverse", "prompts only"),
@@ -181,7 +189,8 @@ def decode_path() -> dict[str, Path]:
     while todo:
         module = todo.pop()
         path = _path_of(module)
-        if module not in found and path is not None and module.split(".")[0] in ("mlx_moe", "custom_kernels"):
+        ours = module.split(".")[0] in ("mlx_moe", "custom_kernels") and not module.startswith(OFF_PATH)
+        if module not in found and path is not None and ours:
             found[module] = path
             todo += _imports(path)
     return found
@@ -201,6 +210,7 @@ def test_no_product_outside_the_list(module):
 
 def test_the_path_has_the_model_and_the_ops_that_it_uses():
     ops = {"custom_kernels.gdn_step.reference", "custom_kernels.gdn_step.rule", "custom_kernels.moce_route.reference"}
+    ops |= {"custom_kernels.dequant_gemv.reference", "custom_kernels.ggml_blocks.reference"}
     assert ops | {"mlx_moe.models.qwen4_exp.ple", "mlx_moe.cache", "custom_kernels.causal_conv"} <= decode_path().keys()
 
 
@@ -256,14 +266,16 @@ def test_what_is_no_product():
 
 @pytest.fixture(scope="module")
 def calls(tmp_path_factory):
-    """Rows of every call of an entry in windows of 5 tokens, dense and sparse, with plain and with packed weights."""
+    """Rows of every call of an entry in windows of 5 tokens, dense and sparse, with weights of all three kinds."""
     raw = checkpoints.tiny_config(num_experts=9)
-    folder = checkpoints.write(tmp_path_factory.mktemp("m"), raw, checkpoints.random_weights(raw, 3, mtp=True))
+    weights = checkpoints.random_weights(raw, 3, mtp=True)
+    folder = checkpoints.write(tmp_path_factory.mktemp("m"), raw, weights)
     plain, packed = (load_model(folder, dtype=mx.float32)[0] for _ in range(2))
     quantize_model(packed, group_size=32)
+    blocks = load_model(write_gguf(folder / "m.gguf", raw, weights, mtp=True, formats=q8_0_matrices), mx.float32)[0]
     ids = mx.array(checkpoints.tokens(50)[None])
     seen: dict[str, list[int]] = {entry.name: [] for entry in ENTRIES}
-    for model in (plain, packed):
+    for model in (plain, packed, blocks):
         cache = model.make_cache()
         model(ids[:, :30], cache=cache)
         with pytest.MonkeyPatch.context() as patch:
@@ -276,7 +288,7 @@ def calls(tmp_path_factory):
 
 
 def _record(patch: pytest.MonkeyPatch, entry: Entry, into: list[int]) -> None:
-    """Append the rows of every call, -1 for entries that windows must not reach."""
+    """Append the rows of every call, -1 for entries that windows must not reach, 1 for those that take rows alone."""
     owner = importlib.import_module(entry.module)
     *classes, name = entry.name.split(".")
     for part in classes:
@@ -284,7 +296,7 @@ def _record(patch: pytest.MonkeyPatch, entry: Entry, into: list[int]) -> None:
     original = getattr(owner, name)
 
     def recorded(*args):
-        into.append(-1 if entry.rows is None else entry.rows(*args[len(classes) :]))
+        into.append(1 if entry.alone else -1 if entry.rows is None else entry.rows(*args[len(classes) :]))
         return original(*args)
 
     patch.setattr(owner, name, recorded)
@@ -292,4 +304,4 @@ def _record(patch: pytest.MonkeyPatch, entry: Entry, into: list[int]) -> None:
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
 def test_entries_get_one_row_of_a_window_at_a_time(calls, entry):
-    assert set(calls[entry.name]) == (set() if entry.rows is None else {1})
+    assert set(calls[entry.name]) == ({1} if entry.rows or entry.alone else set())

@@ -10,6 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from checkpoints import tiny_config
+from gguf_writer import Typed
 
 MERGES = """th he in er an re on at en nd ti es or te of ed is it al ar st to nt""".split()  # noqa: SIM905
 SPECIAL = ("<think>", "</think>", "<|im_start|>", "<|im_end|>", "<|a|>", "<|b|>", "<|c|>", "<|endoftext|>")
@@ -72,3 +73,18 @@ def save_tokenizer(folder: Path, template: str | None = None, bos: bool = False)
         }
         path.write_text(json.dumps(content))
     return folder
+
+
+def gguf_keys(template: str | None = None) -> dict[str, Any]:
+    """The same tokenizer as the metadata of a GGUF file; words are split as Qwen's are."""
+    vocab = tiny_tokenizer().get_vocab()
+    keys = {
+        "ggml.model": "gpt2",
+        "ggml.pre": "qwen35",
+        "ggml.tokens": sorted(vocab, key=vocab.get),
+        "ggml.token_type": Typed("[i32]", [1] * (len(vocab) - len(SPECIAL)) + [3] * len(SPECIAL)),
+        "ggml.merges": [" ".join(merge) for merge in MERGES],
+        "ggml.eos_token_id": IM_END,
+        **({"chat_template": template} if template else {}),
+    }
+    return {f"tokenizer.{key}": value for key, value in keys.items()}

@@ -60,7 +60,13 @@ def plain_parser(verb: str, description: str) -> argparse.ArgumentParser:
 def parser(verb: str, description: str) -> argparse.ArgumentParser:
     """A parser with the model options and the refused ones."""
     out = plain_parser(verb, description)
-    out.add_argument("--model", help="model folder or Hub repository (default: the demonstration model)")
+    out.add_argument("--model", help="model folder, GGUF file or Hub repository (default: the demonstration model)")
+    out.add_argument(
+        "--mtp",
+        default="auto",
+        metavar="FILE",
+        help="GGUF file of the draft layer, or none (default: auto, the model's own or one beside its GGUF file)",
+    )
     out.add_argument(
         "--dtype", choices=DTYPES, help="type to compute in (default: the file's, or float32 without a GPU)"
     )

@@ -19,11 +19,11 @@ from mlx_moe.runtime import model_folder
 
 
 def open_model(args: argparse.Namespace) -> tuple[Model, TokenizerWrapper, Path]:
-    """Model, tokenizer and folder for --model and --dtype."""
-    folder = model_folder(args.model)
+    """Model, tokenizer and folder for --model, --mtp and --dtype."""
+    source = model_folder(args.model)
     dtype = getattr(mx, args.dtype) if args.dtype else None
-    model, tokenizer = load(folder, dtype=dtype)
-    return model, tokenizer, folder
+    model, tokenizer = load(source, dtype=dtype, mtp=None if args.mtp == "none" else args.mtp)
+    return model, tokenizer, source if source.is_dir() else source.parent
 
 
 def sampler(args: argparse.Namespace, tokenizer: TokenizerWrapper) -> Callable[[mx.array], mx.array]:

@@ -36,7 +36,7 @@ def read_checkpoint(folder: str | Path) -> Checkpoint:
     folder = Path(folder)
     tensors: dict[str, mx.array] = {}
     files: dict[str, str] = {}
-    for path in _weight_files(folder):
+    for path in weight_files(folder):
         for name, tensor in load_tensors(path).items():
             if name in tensors:
                 raise FileFormatError(f"{path}: tensor {name!r} is also in {files[name]}")
@@ -44,7 +44,8 @@ def read_checkpoint(folder: str | Path) -> Checkpoint:
     return Checkpoint(folder, tensors, files)
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
+    """The weight files of a folder: those that its index names, else all. Raises FileFormatError when one is missing."""
     index = folder / INDEX
     if index.exists():
         try:

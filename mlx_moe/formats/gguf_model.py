@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from mlx_moe.config import ModelConfig
@@ -28,14 +28,19 @@ def read_weights(file: GgufFile, recipes: Mapping[str, Recipe]) -> Iterator[tupl
         yield weight, build(weight, recipe, parts)
 
 
-def expert_index(file: GgufFile, config: ModelConfig) -> ExpertIndex:
-    """Where every routed expert lies, of the layers and then of the draft layer if the file has it.
+def has_draft(file: GgufFile, config: ModelConfig) -> bool:
+    """Whether the draft layer of such a model is in the file."""
+    return has_mtp({name: place.shape for name, place in file.tensors.items()}, config.num_hidden_layers)
+
+
+def expert_index(file: GgufFile, config: ModelConfig, blocks: Sequence[int] | None = None) -> ExpertIndex:
+    """Where every routed expert of the given blocks lies; by default of the layers, and of the draft layer if any.
 
     Raises FileFormatError, naming the tensor, when one is missing, of another shape, or of a format that is not
     supported.
     """
-    layers = config.num_hidden_layers
-    blocks = range(layers + has_mtp({name: place.shape for name, place in file.tensors.items()}, layers))
+    if blocks is None:
+        blocks = range(config.num_hidden_layers + has_draft(file, config))
     return ExpertIndex(file.paths, tuple(_layer_index(file, config, block) for block in blocks))
 
 

@@ -25,12 +25,17 @@ def load_tokenizer(
     Raises FileNotFoundError when there is no tokenizer, FileFormatError when it cannot be read.
     """
     folder = Path(folder)
-    if not (folder / "tokenizer.json").exists() and not (folder / "vocab.json").exists():
+    if not has_tokenizer(folder):
         raise FileNotFoundError(f"{folder}: holds no tokenizer.json; load_model works without a tokenizer")
     try:
         return mlx_lm_load(folder, dict(options or {}), eos_token_ids=stop_ids(folder, config))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise FileFormatError(f"{folder}: the tokenizer cannot be read ({_first_line(error)})") from None
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder holds a tokenizer's files."""
+    return (folder / "tokenizer.json").exists() or (folder / "vocab.json").exists()
 
 
 def generation_config(folder: str | Path) -> dict[str, Any]:

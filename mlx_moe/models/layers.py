@@ -1,8 +1,9 @@
 """Projections, embeddings, norms and rotary positions shared by the blocks of a model.
 
-In windows of up to ``WINDOW`` tokens products run one token at a time (``by_rows``, ``ExpertLinear``), so that the
-result for a token does not depend on how many tokens share its pass. (Matrix products choose their algorithm, and with
-it their rounding, by size.) ``tests/test_row_stability.py`` lists the functions that may multiply matrices.
+In windows of up to ``WINDOW`` tokens products run one token at a time (``by_rows``, ``ExpertLinear``) or through ops
+whose rows do not depend on each other (``block_gemv``), so that the result for a token does not depend on how many
+tokens share its pass. (Matrix products choose their algorithm, and with it their rounding, by size.)
+``tests/test_row_stability.py`` lists the functions that may multiply matrices.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from custom_kernels.dequant_gemv import block_dequantize, block_gemv
+from custom_kernels.ggml_blocks import BlockFormat
 from mlx_moe.cache import WINDOW
 
 
@@ -30,21 +33,28 @@ def on_cpu() -> bool:
 
 
 class PackedWeight(nn.Module):
-    """A weight [..., out, in], plain or packed by ``mx.quantize`` along its last axis.
+    """A weight [..., out, in]: plain, packed by ``mx.quantize`` along its last axis, or rows of ggml blocks.
 
-    Packed, it has ``scales`` and, in affine mode, ``biases`` beside a uint32 ``weight``.
+    Packed by MLX, it has ``scales`` and, in affine mode, ``biases`` beside a uint32 ``weight``. ``weight`` of blocks is
+    uint8 [..., out, row_bytes].
     """
 
     def __init__(self, *shape: int):
         super().__init__()
         self.weight = mx.zeros(shape)
         self._packing: dict[str, Any] | None = None
+        self._format: BlockFormat | None = None
         self._dtype = mx.float32
 
     @property
     def packing(self) -> dict[str, Any] | None:
-        """``group_size``, ``bits`` and ``mode`` of a packed weight, else None."""
+        """``group_size``, ``bits`` and ``mode`` of a weight that MLX packed, else None."""
         return self._packing
+
+    @property
+    def format(self) -> BlockFormat | None:
+        """What the bytes of a weight of ggml blocks mean, else None."""
+        return self._format
 
     def pack(self, packing: dict[str, Any]) -> None:
         """Quantise in place. packing: ``group_size``, ``bits`` and ``mode`` of mx.quantize."""
@@ -65,10 +75,21 @@ class PackedWeight(nn.Module):
         for name, count in zip(("weight", "scales", "biases"), counts, strict=False):
             self[name] = mx.zeros((*lead, int(inputs * count)))
 
+    def expect_blocks(self, format: BlockFormat, dtype: mx.Dtype) -> None:
+        """Take on the shape of ggml blocks, whose bytes are loaded later and unpacked to ``dtype``.
+
+        Raises ValueError for rows that are not whole blocks.
+        """
+        *lead, inputs = self.weight.shape
+        self.weight = mx.zeros((*lead, format.row_bytes(inputs)), dtype=mx.uint8)
+        self._format, self._dtype = format, dtype
+
     def dequantized(self, rows: mx.array | None = None) -> mx.array:
         """The plain weight, or the given rows of its first axis."""
         parts = [self[name] for name in ("weight", "scales", "biases") if name in self]
         parts = parts if rows is None else [part[rows] for part in parts]
+        if self._format is not None:
+            return block_dequantize(parts[0], self._format, self._dtype)
         return parts[0] if self._packing is None else mx.dequantize(*parts, dtype=self._dtype, **self._packing)
 
 
@@ -79,12 +100,25 @@ class Linear(PackedWeight):
         super().__init__(outputs, inputs)
 
     def __call__(self, x: mx.array) -> mx.array:
+        if self._format is not None and x.shape[1] <= WINDOW:
+            return self._window(x)
         return by_rows(self._product, x)
 
+    def _window(self, x: mx.array) -> mx.array:
+        """Rows of a window, or of a batch of windows, ``WINDOW`` at a time, with ggml blocks."""
+        rows = x.reshape(-1, x.shape[-1])
+        parts = [block_gemv(rows[i : i + WINDOW], self.weight, self._format) for i in range(0, len(rows), WINDOW)]
+        return (parts[0] if len(parts) == 1 else mx.concatenate(parts)).reshape(*x.shape[:-1], -1)
+
     def _product(self, x: mx.array) -> mx.array:
-        if self._packing is None or (on_cpu() and x.shape[1] > WINDOW):
+        if self._packing is None or (on_cpu() and x.shape[1] > WINDOW) or _cuda_is_wrong(x):
             return x @ self.dequantized().T
         return mx.quantized_matmul(x, self.weight, self.scales, self.get("biases"), transpose=True, **self._packing)
+
+
+def _cuda_is_wrong(x: mx.array) -> bool:
+    """Whether MLX's CUDA back end (0.32.4) gives NaN for packed products of x: several rows of 64 bfloat16 inputs."""
+    return x.shape[-1] < 128 and x.size > x.shape[-1] and not on_cpu() and mx.cuda.is_available()
 
 
 class ExpertLinear(PackedWeight):
@@ -104,7 +138,7 @@ class ExpertLinear(PackedWeight):
 
     def _gathered(self, x: mx.array, ids: mx.array, sorted_ids: bool = False) -> mx.array:
         if self._packing is None or (on_cpu() and sorted_ids):
-            return _gather_mm(x, self.dequantized().swapaxes(-1, -2), ids, sorted_ids)
+            return gather_mm(x, self.dequantized().swapaxes(-1, -2), ids, sorted_ids)
         return mx.gather_qmm(
             x,
             self.weight,
@@ -117,8 +151,10 @@ class ExpertLinear(PackedWeight):
         )
 
 
-def _gather_mm(x: mx.array, weights: mx.array, ids: mx.array, sorted_ids: bool) -> mx.array:
-    """mx.gather_mm, which on a CPU knows float32 only: there, few rows copy their matrices and many convert all.
+def gather_mm(x: mx.array, weights: mx.array, ids: mx.array, sorted_ids: bool) -> mx.array:
+    """x [N, ..., 1, in] times weights [E, in, out] of the ids [N, ...] -> [N, ..., 1, out]; ``sorted_ids``: ascending.
+
+    This is mx.gather_mm, which on a CPU knows float32 only: there, few rows copy their matrices and many convert all.
 
     MLX's GPU kernels for sorted ids take the stride of the axis of length 1 for the distance between rows
     (ml-explore/mlx pull request 3960), and x[:, None] has any stride there; reshaping x gives it that of a row.

@@ -1,15 +1,19 @@
 """Where the experts and the n-gram rows lie on disk: files, offsets, lengths, and places in a record.
 
-A record is one expert as it is in memory: gate, up and down one after the other without padding. Every layer has its
-own formats and so its own record size; each expert's parts may lie anywhere. Knows no MLX and reads nothing.
+A record is one expert as it is in memory: gate, up and down one after the other, each from a multiple of
+``PLACE_BYTES`` on, since kernels read words. Every layer has its own formats and so its own record size; each expert's
+parts may lie anywhere. Knows no MLX and reads nothing.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+
+PLACE_BYTES = 16
+"""Parts start at multiples of this in a record."""
 
 
 @dataclass(frozen=True)
@@ -79,13 +83,14 @@ class LayerIndex:
 
     @property
     def record_bytes(self) -> int:
-        """Bytes of one expert."""
-        return sum(part.length for part in self.parts)
+        """Bytes of one expert, the gaps between its parts included."""
+        return self.places[2] + self.down.length
 
     @property
     def places(self) -> tuple[int, int, int]:
         """Where gate, up and down start in the record."""
-        return 0, self.gate.length, self.gate.length + self.up.length
+        up = _rounded(self.gate.length)
+        return 0, up, _rounded(up + self.up.length)
 
 
 @dataclass(frozen=True)
@@ -100,14 +105,22 @@ class ExpertIndex:
             if any(part.files.max(initial=0) >= len(self.files) for part in layer.parts):
                 raise ValueError(f"layer {i} names a file that is not among the {len(self.files)}")
 
+    def joined(self, other: ExpertIndex) -> ExpertIndex:
+        """These layers and then the other's, as of a draft layer in a file of its own."""
+        shift = len(self.files)
+        moved = [
+            LayerIndex(*(replace(part, files=part.files + shift) for part in layer.parts)) for layer in other.layers
+        ]
+        return ExpertIndex((*self.files, *other.files), (*self.layers, *moved))
+
     def reads(self, layer: int, expert: int) -> tuple[Part, ...]:
-        """What to read for one expert: its three parts, fewer where they follow each other in the file."""
+        """What to read for one expert: its three parts, fewer where they follow each other in file and record."""
         entry = self.layers[layer]
         out: list[Part] = []
         for part, at in zip(entry.parts, entry.places, strict=True):
             file, offset = self.files[part.files[expert]], int(part.offsets[expert])
             last = out[-1] if out else None
-            if last is not None and last.file == file and last.offset + last.length == offset:
+            if last is not None and (last.file, last.offset + last.length, last.at + last.length) == (file, offset, at):
                 out[-1] = Part(file, last.offset, last.length + part.length, last.at)
             else:
                 out.append(Part(file, offset, part.length, at))
@@ -132,3 +145,7 @@ class RowIndex:
     width: int
     row_bytes: int
     format: str
+
+
+def _rounded(at: int) -> int:
+    return -(-at // PLACE_BYTES) * PLACE_BYTES

@@ -38,6 +38,11 @@ class ResidentExperts(nn.Module):
         mx.eval(self._words)
         self.layers = [LayerExperts(config) for _ in range(layers)]
 
+    @property
+    def kernels(self) -> frozenset[tuple[str, str]]:
+        """See ExpertSource."""
+        return frozenset({("moce_route", "")})
+
     def bind(self, routers: Sequence[mx.array]) -> None:
         """Nothing is read ahead, so the routers are not needed."""
 
@@ -47,9 +52,7 @@ class ResidentExperts(nn.Module):
     def commit(self, accepted: int) -> None:
         """Nothing is released."""
 
-    def moe(
-        self, layer: int, x: mx.array, logits: mx.array, also: tuple[mx.array, ...] = (), phase: str = "decode"
-    ) -> mx.array:
+    def moe(self, layer: int, x: mx.array, logits: mx.array, shared: mx.array, phase: str = "decode") -> mx.array:
         """See ExpertSource. Windows run expert by expert of each token; prompts sorted by expert."""
         if phase == "decode":
             ids, weights = self._route(logits)
@@ -58,7 +61,8 @@ class ResidentExperts(nn.Module):
             ids, weights = plain_route(logits, self._top_k, self._normalize)
             y = self._sorted(self.layers[layer], x, ids)
         weights = weights.astype(x.dtype).astype(mx.float32)
-        return (y.astype(mx.float32) * weights[..., None]).sum(axis=-2).astype(x.dtype)
+        routed = (y.astype(mx.float32) * weights[..., None]).sum(axis=-2)
+        return (routed + shared.astype(mx.float32)).astype(x.dtype)
 
     def _route(self, logits: mx.array) -> tuple[mx.array, mx.array]:
         """ids and weights [T, k]. Batches of windows go in parts of a window's size, so that all take the same path."""
@@ -86,6 +90,11 @@ class ResidentRows(nn.Module):
         self._hashes = [NgramHash.from_config(config, i) for i in range(len(config.ple_layer_ids))]
         width = config.ple_embed_dim // config.ngram_heads
         self.tables = [Embedding(table.rows, width) for table in self._hashes]
+
+    @property
+    def kernels(self) -> frozenset[tuple[str, str]]:
+        """See RowSource."""
+        return frozenset()
 
     def prepare(self, index: int, history: mx.array, count: int) -> None:
         """Nothing is read."""

@@ -30,7 +30,7 @@ from mlx_moe.models.qwen4_exp.sanitize import hash_buffers, sanitize
 from mlx_moe.paging.ngram import NgramHash
 
 ORACLES = ("IQ2_XS-IQ4_NL-Q8_0", "IQ2_S-Q2_0-Q6_K")
-NOT_IN_GGUF = ("split_ngram_parts",)
+NOT_IN_GGUF = ("split_ngram_parts", "linear_value_heads_tiled")
 ERRORS = {"IQ2_XS": 0.33, "IQ2_S": 0.27, "IQ4_NL": 0.09, "Q2_0": 0.76, "Q8_0": 0.008, "Q6_K": 0.025}
 """Relative RMS errors of Gaussian weights, rounded up; Q2_0 with ggml's naive rounding."""
 
@@ -44,6 +44,7 @@ def weights_of(file: GgufFile):
 
 
 def assert_same_config(got: ModelConfig, want: ModelConfig) -> None:
+    assert got.linear_value_heads_tiled and not want.linear_value_heads_tiled
     for field in dataclasses.fields(ModelConfig):
         if field.name not in NOT_IN_GGUF:
             assert getattr(got, field.name) == getattr(want, field.name), field.name
@@ -54,11 +55,7 @@ def load_unpacked(file: GgufFile, folder: Path):
     write_checkpoint(
         folder, {name: part.numbers().astype(mx.float32) for name, part in weights_of(file).items()}, model_config(file)
     )
-    model, _ = load_model(folder, mx.float32)
-    for layer in model.layers:
-        if "linear_attn" in layer:
-            layer.linear_attn._spec = dataclasses.replace(layer.linear_attn._spec, tiled=True)
-    return model
+    return load_model(folder, mx.float32)[0]
 
 
 def run(model, ids: np.ndarray) -> np.ndarray:

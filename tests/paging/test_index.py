@@ -23,28 +23,44 @@ def test_three_tensors_are_three_reads():
     up = PartIndex.strided("X", (2, 3), 10, 0, 2000, 10, 4)
     down = PartIndex.strided("Y", (3, 2), 7, 1, 1 << 40, 7, 4)
     layer = LayerIndex(gate, up, down)
-    assert (layer.experts, layer.record_bytes, layer.places) == (4, 27, (0, 10, 20))
+    assert (layer.experts, layer.record_bytes, layer.places) == (4, 39, (0, 16, 32))
     reads = ExpertIndex((A, B), (layer,)).reads(0, 3)
-    assert reads == (Part(A, 1030, 10, 0), Part(A, 2030, 10, 10), Part(B, (1 << 40) + 21, 7, 20))
+    assert reads == (Part(A, 1030, 10, 0), Part(A, 2030, 10, 16), Part(B, (1 << 40) + 21, 7, 32))
     assert all(type(number) is int for read in reads for number in (read.offset, read.length, read.at))
 
 
 def test_neighbours_are_read_at_once():
     """Joined gate and up, and whole records."""
-    joined = LayerIndex(part(10, [0, 0], [0, 20]), part(10, [0, 0], [10, 30]), part(7, [0, 1], [90, 40]))
-    record = LayerIndex(part(10, [0, 1], [0, 64]), part(10, [0, 1], [10, 74]), part(7, [0, 1], [20, 84]))
+    joined = LayerIndex(part(16, [0, 0], [0, 32]), part(16, [0, 0], [16, 48]), part(7, [0, 1], [90, 64]))
+    record = LayerIndex(part(16, [0, 1], [0, 64]), part(16, [0, 1], [16, 80]), part(7, [0, 1], [32, 96]))
     index = ExpertIndex((A, B), (joined, record))
-    assert index.reads(0, 1) == (Part(A, 20, 20, 0), Part(B, 40, 7, 20)), "the same offset in another file"
-    assert index.reads(1, 0) == (Part(A, 0, 27, 0),)
-    assert index.reads(1, 1) == (Part(B, 64, 27, 0),)
+    assert index.reads(0, 1) == (Part(A, 32, 32, 0), Part(B, 64, 7, 32)), "the same offset in another file"
+    assert index.reads(1, 0) == (Part(A, 0, 39, 0),)
+    assert index.reads(1, 1) == (Part(B, 64, 39, 0),)
+
+
+def test_neighbours_with_a_gap_in_the_record_are_read_apart():
+    """Kernels read words, so every part starts at a multiple of 16 bytes."""
+    layer = LayerIndex(part(10, [0], [0]), part(22, [0], [10]), part(7, [0], [32]))
+    assert (layer.places, layer.record_bytes) == ((0, 16, 48), 55)
+    assert ExpertIndex((A,), (layer,)).reads(0, 0) == (Part(A, 0, 10, 0), Part(A, 10, 22, 16), Part(A, 32, 7, 48))
+
+
+def test_layers_of_two_sets_of_files():
+    one = LayerIndex(part(16, [0], [0]), part(16, [0], [16]), part(7, [1], [3]))
+    two = LayerIndex(part(16, [0], [5]), part(16, [0], [21]), part(7, [0], [99]))
+    index = ExpertIndex((A, B), (one,)).joined(ExpertIndex((Path("c"),), (two,)))
+    assert index.files == (A, B, Path("c")) and len(index.layers) == 2
+    assert index.reads(0, 0) == (Part(A, 0, 32, 0), Part(B, 3, 7, 32))
+    assert index.reads(1, 0) == (Part(Path("c"), 5, 32, 0), Part(Path("c"), 99, 7, 32))
 
 
 def test_scattered_experts():
     """One tensor per expert and part, as in checkpoints, in any order and file."""
-    layer = LayerIndex(part(10, [1, 0], [50, 0]), part(10, [0, 0], [60, 10]), part(7, [0, 1], [3, 20]))
+    layer = LayerIndex(part(16, [1, 0], [50, 0]), part(16, [0, 0], [66, 16]), part(7, [0, 1], [3, 32]))
     index = ExpertIndex((A, B), (layer,))
-    assert index.reads(0, 0) == (Part(B, 50, 10, 0), Part(A, 60, 10, 10), Part(A, 3, 7, 20))
-    assert index.reads(0, 1) == (Part(A, 0, 20, 0), Part(B, 20, 7, 20))
+    assert index.reads(0, 0) == (Part(B, 50, 16, 0), Part(A, 66, 16, 16), Part(A, 3, 7, 32))
+    assert index.reads(0, 1) == (Part(A, 0, 32, 0), Part(B, 32, 7, 32))
 
 
 @pytest.mark.parametrize(

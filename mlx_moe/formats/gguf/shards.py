@@ -46,6 +46,12 @@ def read_shards(source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]
     return _of_folder(path) if path.is_dir() else _of_file(path)
 
 
+def neighbours(path: Path) -> list[Header]:
+    """The headers of the other GGUF files beside one, of those that can be read."""
+    others = (other for other in _files(path.parent) if other.name != path.name)
+    return _readable(others, _roots(path))[0]
+
+
 def _of_file(path: Path) -> list[Header]:
     first = read_header(path)
     split = _split(first)

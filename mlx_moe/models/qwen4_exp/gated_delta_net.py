@@ -12,7 +12,7 @@ from mlx_moe.models.layers import Linear
 
 
 def gdn_spec(config: ModelConfig) -> Spec:
-    """The op's sizes and choices: value head j uses key head j // (value heads / key heads)."""
+    """The op's sizes and choices."""
     return Spec(
         key_heads=config.linear_num_key_heads,
         value_heads=config.linear_num_value_heads,
@@ -20,6 +20,7 @@ def gdn_spec(config: ModelConfig) -> Spec:
         dv=config.linear_value_head_dim,
         gate=config.output_gate_type,
         eps=config.rms_norm_eps,
+        tiled=config.linear_value_heads_tiled,
     )
 
 

@@ -40,5 +40,5 @@ class MoE(nn.Module):
         logits = self.gate(x).astype(mx.float32).reshape(B * T, -1)
         shared = mx.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
         phase = "decode" if T <= WINDOW else "prefill"
-        routed = experts.moe(self._layer, x.reshape(B * T, H), logits, also=(shared,), phase=phase)
-        return routed.reshape(B, T, H) + shared
+        y = experts.moe(self._layer, x.reshape(B * T, H), logits, shared.reshape(B * T, H), phase)
+        return y.reshape(B, T, H)

@@ -16,6 +16,10 @@ Phase = Literal["decode", "prefill"]
 class ExpertSource(Protocol):
     """Routed experts of every MoE layer. Layers count from 0; the MTP layer comes after the last."""
 
+    @property
+    def kernels(self) -> frozenset[tuple[str, str]]:
+        """(op, variant) of the kernels that it runs."""
+
     def bind(self, routers: Sequence[mx.array]) -> None:
         """Called once at load with the router weights [E, H] of every MoE layer, for read-ahead."""
 
@@ -25,25 +29,28 @@ class ExpertSource(Protocol):
     def commit(self, accepted: int) -> None:
         """Of the last pass the first ``accepted`` tokens are kept; the rest was a rejected draft."""
 
-    def moe(
-        self, layer: int, x: mx.array, logits: mx.array, also: tuple[mx.array, ...] = (), phase: Phase = "decode"
-    ) -> mx.array:
-        """Route and run the experts.
+    def moe(self, layer: int, x: mx.array, logits: mx.array, shared: mx.array, phase: Phase = "decode") -> mx.array:
+        """Route, run the experts, and add everything up.
 
         Args:
             layer: which MoE layer.
             x: [T, H], the block's input.
             logits: [T, E] float32, the router's output.
-            also: arrays worth queueing before a wait, such as the shared expert's output.
-            phase: "decode" for windows of up to 8 tokens, else "prefill".
+            shared: [T, H], the shared expert's output, worth queueing before a wait.
+            phase: "decode" for windows of up to 8 tokens and batches of such, else "prefill".
 
         Returns:
-            [T, H] in x's type: the sum of the chosen experts' outputs times their weights.
+            [T, H] in x's type: the chosen experts' outputs times their weights in rank order, then ``shared``, summed
+            in float32.
         """
 
 
 class RowSource(Protocol):
     """Rows of the n-gram tables."""
+
+    @property
+    def kernels(self) -> frozenset[tuple[str, str]]:
+        """(op, variant) of the kernels that it runs."""
 
     def prepare(self, index: int, history: mx.array, count: int) -> None:
         """``rows`` with the same arguments follows later in this pass: reads may start now."""
