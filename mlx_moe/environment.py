@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-
 _DEFAULTS = {
     # MLX rounds factors of float32 products to TF32 (10 bits) by default on NVIDIA GPUs and on Apple GPUs with neural
     # accelerators. The recurrent state and the block scores of sparse attention need the full 23.

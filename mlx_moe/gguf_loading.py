@@ -14,12 +14,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from custom_kernels.ggml_blocks import BlockFormat
 from mlx_moe.config import ConfigError, ModelConfig
 from mlx_moe.formats.gguf import GgufFile, neighbours, open_gguf
 from mlx_moe.formats.gguf_model import expert_index, has_draft, model_config, read_weights, row_index
 from mlx_moe.formats.safetensors import FileFormatError
-from mlx_moe.models.layers import PackedWeight
 from mlx_moe.models.qwen4_exp import Model
 from mlx_moe.models.qwen4_exp.gguf_config import ARCHITECTURE, hash_constants
 from mlx_moe.models.qwen4_exp.gguf_names import Recipe, is_streamed, recipes
@@ -27,7 +25,7 @@ from mlx_moe.paging.experts import ArenaExperts
 from mlx_moe.paging.resident import ResidentRows
 from mlx_moe.paging.rows import FileRows
 from mlx_moe.platform import device, max_buffer_bytes
-from mlx_moe.weights import Origin, cast, check_hashes, packed_modules, put
+from mlx_moe.weights import Origin, cast, check_hashes, expect_blocks, packed_modules, put
 
 logger = logging.getLogger(__name__)
 
@@ -181,7 +179,7 @@ def _put_dense(model: Model, shares: list[_Share], dtype: mx.Dtype) -> None:
             for weight, part in read_weights(share.file, share.recipes):
                 module = modules.get(weight.removesuffix(".weight"))
                 if part.data.dtype == mx.uint8 and module is not None:
-                    _expect(module, weight, part.format, dtype)
+                    expect_blocks(module, weight, part.format, dtype)
                     weights[weight] = part.data
                 else:
                     weights[weight] = cast(weight, part.numbers(), dtype)
@@ -189,10 +187,3 @@ def _put_dense(model: Model, shares: list[_Share], dtype: mx.Dtype) -> None:
                 origins[weight] = share.file.place(share.recipes[weight].sources[0]).file.name
     origin = Origin(str(shares[0].file.paths[0]), "its metadata", lambda name: origins.get(name, "file unknown"))
     put(model, weights, origin, dtype)
-
-
-def _expect(module: PackedWeight, weight: str, format: BlockFormat, dtype: mx.Dtype) -> None:
-    try:
-        module.expect_blocks(format, dtype)
-    except ValueError as error:
-        raise ConfigError(f"{weight} does not fit its metadata ({error})") from None

@@ -11,14 +11,15 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_moe.config import ConfigError, ModelConfig, read_config
+from mlx_moe.config import ModelConfig, read_config
 from mlx_moe.formats.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from mlx_moe.formats.hub import resolve
-from mlx_moe.formats.safetensors import FileFormatError
+from mlx_moe.formats.pack import is_pack
 from mlx_moe.gguf_loading import is_gguf, load_gguf
 from mlx_moe.models.layers import PackedWeight, on_cpu
 from mlx_moe.models.qwen4_exp import Model
 from mlx_moe.models.qwen4_exp import sanitize as names
+from mlx_moe.pack_loading import load_pack
 from mlx_moe.paging.resident import ResidentExperts, ResidentRows
 from mlx_moe.verdicts import require_kernels
 from mlx_moe.weights import (
@@ -27,8 +28,8 @@ from mlx_moe.weights import (
     check_hashes,
     compute_dtype,
     evaluate,
+    expect_packing,
     kernels_of,
-    misfit,
     named_parameters,
     packed_modules,
     put,
@@ -61,12 +62,12 @@ def load_model(
     """Load a model without its tokenizer.
 
     Args:
-        path: a model folder, a GGUF file, a folder of one GGUF model's shards, or a Hub repository; None is the
+        path: a model folder, a pack, a GGUF file, a folder of one GGUF model's shards, or a Hub repository; None is the
             demonstration model of the package.
-        dtype: float32, bfloat16 or float16 to compute in; None keeps what the file holds (of GGUF files bfloat16), and
-            is float32 where MLX has no GPU, since its CPU products are many times slower in 16 bits.
+        dtype: float32, bfloat16 or float16 to compute in; None keeps what the file holds (of GGUF files and packs
+            bfloat16), and is float32 where MLX has no GPU, since its CPU products are many times slower in 16 bits.
         model_config: entries that override config.json.
-        lazy: leave the weights to be read when they are first used, by the loading thread; not for GGUF files.
+        lazy: leave the weights to be read when they are first used, by the loading thread; not of GGUF files or packs.
         revision: of the Hub repository.
         norm_convention: "auto", or "raw" or "folded" for model folders that do not say it clearly.
         mtp: the draft layer: "auto" is the model's own, or that of a GGUF file beside the model; None is none; a GGUF
@@ -82,15 +83,17 @@ def load_model(
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype}; allowed: float32, bfloat16, float16")
     source = model_folder(path, revision)
+    packed = is_gguf(source) or is_pack(source)
+    if packed and (lazy or norm_convention != "auto"):
+        option = "lazy" if lazy else "norm_convention"
+        raise ValueError(f"{source}: {option} cannot be used with GGUF files and packs; leave it out")
+    if not is_gguf(source) and mtp not in ("auto", None):
+        raise ValueError(f"mtp is {mtp}, but the draft layer of a model folder is the folder's own; leave it out")
     if is_gguf(source):
-        if lazy or norm_convention != "auto":
-            option = "lazy" if lazy else "norm_convention"
-            raise ValueError(f"{source}: {option} cannot be used with GGUF files; leave it out")
-        dtype = dtype or (mx.float32 if on_cpu() else mx.bfloat16)
-        model, raw = load_gguf(source, dtype, model_config, mtp, mtp_norm_per_stream)
+        model, raw = load_gguf(source, _packed_dtype(dtype), model_config, mtp, mtp_norm_per_stream)
+    elif packed:
+        model, raw = load_pack(source, _packed_dtype(dtype), model_config, mtp is not None, mtp_norm_per_stream)
     else:
-        if mtp not in ("auto", None):
-            raise ValueError(f"mtp is {mtp}, but the draft layer of a model folder is the folder's own; leave it out")
         raw = {**read_config(source), **(model_config or {})}
         model = _load_folder(source, raw, dtype, norm_convention, mtp is not None, mtp_norm_per_stream)
     if not lazy:
@@ -184,7 +187,7 @@ def _load_folder(
         weights = {name: tensor for name, tensor in weights.items() if not name.startswith("mtp.")}
     model = _build(config, any(name.startswith("mtp.") for name in weights), per_stream)
     origin = Origin(str(checkpoint.folder), "config.json", lambda name: _file_of(name, checkpoint))
-    _expect_packing(model, weights, origin, dtype)
+    expect_packing(model, weights, origin, dtype)
     put(model, weights, origin, dtype)
     return model
 
@@ -194,6 +197,11 @@ def _build(config: ModelConfig, mtp: bool, per_stream: bool) -> Model:
     model = Model(config, experts, ResidentRows(config), mtp=mtp, mtp_norm_per_stream=per_stream)
     model.eval()
     return model
+
+
+def _packed_dtype(dtype: mx.Dtype | None) -> mx.Dtype:
+    """What to compute in with weights that are blocks, if the caller does not say."""
+    return dtype or (mx.float32 if on_cpu() else mx.bfloat16)
 
 
 def _report_vision(checkpoint: Checkpoint) -> None:
@@ -218,27 +226,6 @@ def _file_dtype(raw: Mapping[str, Any], checkpoint: Checkpoint) -> mx.Dtype:
     text = raw.get("text_config") or {}
     named = raw.get("dtype") or raw.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype")
     return _NAMED_DTYPES.get(str(named), mx.bfloat16)
-
-
-def _expect_packing(model: Model, weights: Mapping[str, mx.array], origin: Origin, dtype: mx.Dtype) -> None:
-    """Modules whose scales are in the file expect the packed shapes; bits and group size follow from those."""
-    section = model.config.quantization
-    for path, module in packed_modules(model):
-        packed, scales = weights.get(f"{path}.weight"), weights.get(f"{path}.scales")
-        if packed is None or scales is None:
-            continue
-        if section is None:
-            raise ConfigError(f"{path}.scales is in {origin.name}, but config.json has no quantization section")
-        own = section.get(path)
-        mode = own.get("mode", "affine") if isinstance(own, Mapping) else section.get("mode", "affine")
-        inputs = module.weight.shape[-1]
-        if not scales.ndim == packed.ndim == module.weight.ndim or not scales.size or inputs % scales.shape[-1]:
-            raise FileFormatError(misfit(f"{path}.scales", scales, module.weight.shape, origin))
-        packing = {"group_size": inputs // scales.shape[-1], "bits": 32 * packed.shape[-1] // inputs, "mode": mode}
-        try:
-            module.expect(packing, dtype)
-        except ValueError as error:
-            raise FileFormatError(f"{origin.name}: {path} cannot be unpacked as {packing} ({error})") from None
 
 
 def _file_of(name: str, checkpoint: Checkpoint) -> str:

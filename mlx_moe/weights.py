@@ -13,6 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from custom_kernels.ggml_blocks import BlockFormat
 from mlx_moe.config import ConfigError, ModelConfig
 from mlx_moe.formats.safetensors import FileFormatError
 from mlx_moe.models.layers import Linear, PackedWeight
@@ -98,6 +99,35 @@ def put(model: Model, weights: dict[str, mx.array], origin: Origin, dtype: mx.Dt
     for root, module in _roots(model):
         own = [name for name, _ in tree_flatten(module.parameters())]
         module.load_weights([(name, cast(root(name), weights.pop(root(name)), dtype)) for name in own], strict=True)
+
+
+def expect_blocks(module: PackedWeight, weight: str, format: BlockFormat, dtype: mx.Dtype) -> None:
+    """A module expects blocks of this format. Raises ConfigError, naming the weight, when they are not whole."""
+    try:
+        module.expect_blocks(format, dtype)
+    except ValueError as error:
+        raise ConfigError(f"{weight} does not fit its metadata ({error})") from None
+
+
+def expect_packing(model: Model, weights: Mapping[str, mx.array], origin: Origin, dtype: mx.Dtype) -> None:
+    """Modules whose scales are in the file expect the packed shapes; bits and group size follow from those."""
+    section = model.config.quantization
+    for path, module in packed_modules(model):
+        packed, scales = weights.get(f"{path}.weight"), weights.get(f"{path}.scales")
+        if packed is None or scales is None:
+            continue
+        if section is None:
+            raise ConfigError(f"{path}.scales is in {origin.name}, but config.json has no quantization section")
+        own = section.get(path)
+        mode = own.get("mode", "affine") if isinstance(own, Mapping) else section.get("mode", "affine")
+        inputs = module.weight.shape[-1]
+        if not scales.ndim == packed.ndim == module.weight.ndim or not scales.size or inputs % scales.shape[-1]:
+            raise FileFormatError(misfit(f"{path}.scales", scales, module.weight.shape, origin))
+        packing = {"group_size": inputs // scales.shape[-1], "bits": 32 * packed.shape[-1] // inputs, "mode": mode}
+        try:
+            module.expect(packing, dtype)
+        except ValueError as error:
+            raise FileFormatError(f"{origin.name}: {path} cannot be unpacked as {packing} ({error})") from None
 
 
 def cast(name: str, tensor: mx.array, dtype: mx.Dtype) -> mx.array:

@@ -10,7 +10,11 @@ VERBS = {
     "generate": "write text after a prompt",
     "chat": "talk with a model",
     "cache-prompt": "process a prompt once and save its cache",
+    "convert": "make a pack whose experts stream from disk",
+    "plan": "say what would be in memory and what to expect",
+    "info": "say what a model's files hold and what they cost",
     "doctor": "check the kernels on this machine",
+    "download": "fetch a model from the Hub",
 }
 
 

@@ -25,7 +25,8 @@ from mlx_moe.cli.chat import HELP, Conversation
 from mlx_moe.sampling import ANSWERING, THINKING, Sampling, chat_sampling
 from tiny_tokenizer import END_THINK, TEMPLATE, THINK, save_tokenizer, short_config
 
-MODEL_VERBS = [verb for verb in VERBS if verb != "doctor"]  # tests/cli/test_doctor.py is the other's
+OWN_TESTS = ("doctor", "download", "convert", "info", "plan")
+MODEL_VERBS = [verb for verb in VERBS if verb not in OWN_TESTS]
 REFUSED = [flag for flag, *_ in options._REFUSED]
 TEXT = "then the rest of it"
 COUNT = "7"
@@ -276,6 +277,24 @@ def test_dtype(run, bare, folder, monkeypatch, tmp_path, verb):
     for name in options.DTYPES:
         assert run(verb, "--model", where, "--dtype", name, *needed, stdin="q\n").status == 0
         assert found[-1][0](mx.array([[1]])).dtype == getattr(mx, name)
+
+
+@pytest.mark.parametrize("verb", MODEL_VERBS)
+def test_mtp(run, monkeypatch, tmp_path, verb):
+    """The draft layer is the folder's own, or left out; tests/test_load_gguf.py has those of GGUF files."""
+    raw = short_config()
+    folder = save_tokenizer(write(tmp_path / "m", raw, random_weights(raw, mtp=True)), TEMPLATE)
+    found, original = [], session.open_model
+    monkeypatch.setattr(session, "open_model", lambda args: found.append(original(args)) or found[-1])
+    needed = {
+        "generate": ["-m", "1"],
+        "chat": [],
+        "cache-prompt": ["-p", "x", "--prompt-cache-file", tmp_path / "c.safetensors"],
+    }[verb]
+    for options_, has in (([], True), (["--mtp", "auto"], True), (["--mtp", "none"], False)):
+        assert run(verb, "--model", folder, *options_, *needed, stdin="q\n").status == 0
+        assert found[-1][0].has_mtp == has, options_
+    assert_refused(run(verb, "--model", folder, "--mtp", "x.gguf", *needed), "mtp is x.gguf", "the folder's own")
 
 
 @pytest.fixture
@@ -890,6 +909,7 @@ COVERED = {
     "--help": test_help_of_a_verb,
     "--model": test_model_and_its_default,
     "--dtype": test_dtype,
+    "--mtp": test_mtp,
     "--prefill-step-size": test_prefill_step_size,
     "--prompt": test_prompt,
     "--prefill-response": test_prefill_response,

@@ -1,0 +1,1 @@
+"""From the files that people have (Hugging Face's, GGUF) to a pack, within bounded memory and through any stop."""
