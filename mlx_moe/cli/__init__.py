@@ -11,6 +11,7 @@ VERBS = {
     "chat": "talk with a model",
     "cache-prompt": "process a prompt once and save its cache",
     "convert": "make a pack whose experts stream from disk",
+    "imatrix": "collect importances from text, for convert",
     "plan": "say what would be in memory and what to expect",
     "info": "say what a model's files hold and what they cost",
     "doctor": "check the kernels on this machine",

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from mlx_moe.cli import options
+from mlx_moe.cli.info import size
 
 if TYPE_CHECKING:
     from mlx_moe.conversion.choices import Choices
@@ -80,7 +81,7 @@ def _convert(args: argparse.Namespace) -> None:
     plan = make_plan(source, choices, importances)
     with _bar(sum(file.data_bytes for file in plan.files), "convert") as advance:
         run_plan(plan, args.out, advance)
-    print(f"Wrote {plan.total_bytes / 1e9:.2f} GB: {args.out}")
+    print(f"Wrote {size(plan.total_bytes)}: {args.out}")
 
 
 def _verify(folder: str) -> None:
@@ -90,7 +91,7 @@ def _verify(folder: str) -> None:
     total = sum(info.stop - info.start for file in pack.files for info in file.tensors.values())
     with _bar(total, "verify") as advance:
         count = verify_pack(pack, advance)
-    print(f"Verified {count} tensors, {total / 1e9:.2f} GB: {folder}")
+    print(f"Verified {count} tensors, {size(total)}: {folder}")
 
 
 @contextmanager

@@ -133,7 +133,12 @@ def _publish(plan: Plan, out: Path) -> None:
     sync_folder(out)
     write_json(out / "config.json", plan.config)
     sync_folder(out)
-    shutil.rmtree(partial)
+    shutil.rmtree(small)
+    for path in sorted(
+        partial.iterdir(), key=lambda path: path.name == _PLAN
+    ):  # as long as it is there, a stop is known
+        path.unlink()
+    partial.rmdir()
 
 
 def _size(path: Path) -> int:

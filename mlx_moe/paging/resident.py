@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -12,20 +12,31 @@ from mlx_moe.config import ModelConfig
 from mlx_moe.models.layers import WINDOW, Embedding, ExpertLinear
 from mlx_moe.paging.ngram import NgramHash
 
+Watch = Callable[[str, mx.array, mx.array], None]
+"""Sees what goes into ``gate_up_proj`` or ``down_proj``: its name, rows [N, ..., 1, columns], expert ids [N, ...]."""
+
 
 class LayerExperts(nn.Module):
-    """The routed experts of one layer: gate and up rows joined (gate first), and down."""
+    """The routed experts of one layer: gate and up rows joined (gate first), and down.
+
+    ``watch`` sees the inputs of both, None by default.
+    """
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         hidden, width = config.hidden_size, config.moe_intermediate_size
         self.gate_up_proj = ExpertLinear(config.num_experts, hidden, 2 * width)
         self.down_proj = ExpertLinear(config.num_experts, width, hidden)
+        self.watch: Watch | None = None
 
     def __call__(self, x: mx.array, ids: mx.array, sorted_ids: bool = False) -> mx.array:
         """x [N, ..., 1, H] with expert ids [N, ...] -> [N, ..., 1, H]."""
         gate, up = mx.split(self.gate_up_proj(x, ids, sorted_ids), 2, axis=-1)
-        return self.down_proj(nn.silu(gate) * up, ids, sorted_ids)
+        h = nn.silu(gate) * up
+        if self.watch is not None:
+            self.watch("gate_up_proj", x, ids)
+            self.watch("down_proj", h, ids)
+        return self.down_proj(h, ids, sorted_ids)
 
 
 class ResidentExperts(nn.Module):

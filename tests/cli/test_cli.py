@@ -25,7 +25,7 @@ from mlx_moe.cli.chat import HELP, Conversation
 from mlx_moe.sampling import ANSWERING, THINKING, Sampling, chat_sampling
 from tiny_tokenizer import END_THINK, TEMPLATE, THINK, save_tokenizer, short_config
 
-OWN_TESTS = ("doctor", "download", "convert", "info", "plan")
+OWN_TESTS = ("doctor", "download", "convert", "imatrix", "info", "plan")
 MODEL_VERBS = [verb for verb in VERBS if verb not in OWN_TESTS]
 REFUSED = [flag for flag, *_ in options._REFUSED]
 TEXT = "then the rest of it"

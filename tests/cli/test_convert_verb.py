@@ -46,7 +46,7 @@ def assert_refused(result, *words: str, status: int = 1) -> None:
 
 def test_model_and_out(call):
     status, folder, out, err = call()
-    assert (status, err) == (0, "") and re.fullmatch(r"Wrote 0\.0\d GB: .*pack\n", out)
+    assert (status, err) == (0, "") and re.fullmatch(r"Wrote \d\.\d\d MB: .*pack\n", out)
     assert kinds(folder) == ["IQ2_XS", "IQ2_XS", "Q2_0"]
     assert_refused(call(), "holds other files")
 
@@ -117,7 +117,7 @@ def test_norm_convention(call, tmp_path):
 
 def test_verify(call, capsys):
     status, folder, out, _ = call("--verify")
-    assert status == 0 and re.search(r"Verified \d+ tensors, 0\.0\d GB", out)
+    assert status == 0 and re.search(r"Verified \d+ tensors, \d\.\d\d MB", out)
     assert main(["convert", "--out", str(folder), "--verify"]) == 0
     path = next(folder.glob("experts*"))
     data = bytearray(path.read_bytes())
