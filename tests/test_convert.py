@@ -546,9 +546,9 @@ def counted(module, name):
         return original(*args, **kwargs)
     setattr(module, name, call)
 
-for name in ("pwrite", "fsync", "ftruncate"):
+for name in ("pwrite", "fsync", "ftruncate", "unlink", "rmdir"):
     counted(os, name)
-for name in ("replace", "unlink", "mkdir"):
+for name in ("replace", "mkdir"):
     counted(Path, name)
 run.run_plan(plan.make_plan(open_source(source), Choices()), out)
 print(calls)
@@ -569,7 +569,7 @@ def check_kills(small: Path, whole: dict[str, bytes], tmp_path: Path, moments: l
         assert done.returncode == -signal.SIGKILL, done.stderr
         named = {name: data for name, data in contents(out).items() if not name.startswith(".partial")}
         assert all(whole[name] == data for name, data in named.items()), "a file under its final name is not whole"
-    if not (out / "config.json").exists() or (out / ".partial").exists():
+    if not (out / "config.json").exists() or any(out.glob(".partial/*")):
         convert(small, out)
     assert contents(out) == whole
 
@@ -617,3 +617,11 @@ def test_memory_stays_below_its_ceiling(tmp_path, experts):
 def test_json_of_the_config_is_plain(whole):
     raw = json.loads(whole["config.json"])
     assert raw["pack"] == {"format_version": 1, "layout": "ggml"}
+
+
+@pytest.mark.full
+def test_killed_at_each_of_the_last_steps(small, whole, tmp_path):
+    """While files get their names and what is left over is removed."""
+    total = int(run_killed(small, tmp_path / "count", 0).stdout)
+    for moment in range(total - 16, total + 1):
+        check_kills(small, whole, tmp_path / str(moment), [moment])

@@ -88,7 +88,7 @@ def _notes(plan: MemoryPlan) -> dict[str, str]:
         "kv": f"{wanted.context:,} tokens" + (f"; buffers for {room:,}" if room != wanted.context else ""),
         "state": "Gated DeltaNet, convolutions",
         "snapshot": f"{wanted.snapshots} of the states",
-        "workspace": f"prompts in pieces of {wanted.prefill_step_size:,}, at most",
+        "workspace": f"prompts in pieces of {wanted.prefill_step_size:,}, estimated",
         "arena": f"{plan.slots} of {sizes.config.num_experts} per layer, {each} each",
     }
 

@@ -127,16 +127,16 @@ def _publish(plan: Plan, out: Path) -> None:
     small.mkdir()
     plan.source.save_tokenizer(small)
     write_json(small / INDEX, plan.index)
-    for path in [*(partial / file.name for file in plan.files), *sorted(small.iterdir())]:
+    write_json(small / "config.json", plan.config)
+    others = sorted(path for path in small.iterdir() if path.name != "config.json")
+    for path in [*(partial / file.name for file in plan.files), *others]:
         if path.exists():
             path.replace(out / path.name)
     sync_folder(out)
-    write_json(out / "config.json", plan.config)
+    (small / "config.json").replace(out / "config.json")
     sync_folder(out)
     shutil.rmtree(small)
-    for path in sorted(
-        partial.iterdir(), key=lambda path: path.name == _PLAN
-    ):  # as long as it is there, a stop is known
+    for path in sorted(partial.iterdir(), key=lambda path: path.name == _PLAN):  # the plan last: with it all can go on
         path.unlink()
     partial.rmdir()
 
