@@ -78,7 +78,7 @@ def require_kernels(kernels: Iterable[tuple[str, str]]) -> None:
 def examine(
     kernels: Iterable[tuple[str, str]], calls: int = 16, progress: Callable[[str], None] = lambda name: None
 ) -> list[Finding]:
-    """Check (op, variant) anew whatever is remembered, and remember the verdicts once all are done.
+    """Check (op, variant) anew whatever is remembered, and remember each verdict at once: compiling can take minutes.
 
     Without a GPU the references are timed instead, and nothing is remembered.
 
@@ -87,17 +87,16 @@ def examine(
         progress: is told what is checked next.
     """
     choice = dispatch.device_choice()
-    new, verdicts = {}, {}
+    verdicts = {}
     for op, variant in kernels:
         progress(f"{op} {variant}".rstrip())
         one = check(op, variant)
         if choice.backend == "reference":
             verdict = Verdict(True, microseconds=time_reference(one, calls=1))
         else:
-            verdict = new[_key(one, choice.backend)] = run_check(one, choice.backend, calls)
+            verdict = run_check(one, choice.backend, calls)
+            remember({_key(one, choice.backend): verdict})
         verdicts[op, variant] = verdict
-    if new:
-        remember(new)
     return _findings(verdicts, choice)
 
 
