@@ -36,7 +36,7 @@ def test_the_wheel_holds_both_packages_and_the_demonstration_model(installed):
     for name in ("mlx_moe/__init__.py", "custom_kernels/__init__.py", "mlx_moe/demo/config.json"):
         assert (installed / name).exists(), f"{name} is not in the wheel"
     size = sum(path.stat().st_size for path in (installed / "mlx_moe" / "demo").iterdir())
-    assert size < 20e6, f"the demonstration model takes {size / 1e6:.1f} MB"
+    assert size < 16e6, f"the demonstration model takes {size / 1e6:.1f} MB"
     assert not any((installed / name).exists() for name in ("tests", "scripts"))
 
 
