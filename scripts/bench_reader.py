@@ -1,0 +1,159 @@
+"""Reads of demanded experts against a small C program with as many threads, on the same records; one JSON line last.
+
+usage: python scripts/bench_reader.py MODEL [--records 200] [--threads 8] [--rounds 5] [--busy]
+
+MODEL is a GGUF file, a folder of one model's shards, or a pack. The same random experts are read by both, turn about:
+by the C program (pread of whole parts, built with ziglang) and by the package's reader, as a layer's misses are: ten
+records at a time, waited for together. ``--busy`` lets the main thread build graphs meanwhile. Files are in the page
+cache after the first round unless they are larger than memory; the first round is not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from mlx_moe.config import ModelConfig
+from mlx_moe.formats.gguf import open_gguf
+from mlx_moe.formats.gguf_model import expert_index, model_config
+from mlx_moe.formats.pack import is_pack, open_pack
+from mlx_moe.paging.index import ExpertIndex
+from mlx_moe.paging.reader import ExpertReader, Fill
+
+AT_ONCE = 10
+_SOURCE = r"""
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <time.h>
+#include <unistd.h>
+typedef struct { int file; long offset, length; char* to; } Read;
+static Read* reads;
+static int count, next_read, fds[64];
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static void* work(void* unused) {
+  (void)unused;
+  for (;;) {
+    pthread_mutex_lock(&lock);
+    int i = next_read < count ? next_read++ : -1;
+    pthread_mutex_unlock(&lock);
+    if (i < 0) return 0;
+    for (long done = 0; done < reads[i].length;) {
+      long n = pread(fds[reads[i].file], reads[i].to + done, reads[i].length - done, reads[i].offset + done);
+      if (n <= 0) exit(2);
+      done += n;
+    }
+  }
+}
+int main(int argc, char** argv) {   /* threads, files...; reads as "file offset length" on standard input */
+  int threads = atoi(argv[1]), capacity = 1 << 16;
+  for (int i = 2; i < argc; ++i) fds[i - 2] = open(argv[i], O_RDONLY);
+  reads = malloc(capacity * sizeof(Read));
+  long total = 0;
+  while (count < capacity && scanf("%d %ld %ld", &reads[count].file, &reads[count].offset, &reads[count].length) == 3)
+    total += reads[count++].length;
+  char* memory = malloc(total);
+  for (long i = 0; i < total; i += 4096) memory[i] = 1;
+  for (int i = 0; i < count; ++i) { reads[i].to = memory; memory += reads[i].length; }
+  struct timespec a, b;
+  clock_gettime(CLOCK_MONOTONIC, &a);
+  pthread_t ids[256];
+  for (int i = 0; i < threads; ++i) pthread_create(&ids[i], 0, work, 0);
+  for (int i = 0; i < threads; ++i) pthread_join(ids[i], 0);
+  clock_gettime(CLOCK_MONOTONIC, &b);
+  printf("%f\n", (b.tv_sec - a.tv_sec) + (b.tv_nsec - a.tv_nsec) * 1e-9);
+  return 0;
+}
+"""
+
+
+def index_of(path: Path) -> ExpertIndex:
+    """Of a pack or a GGUF model."""
+    if path.is_dir() and is_pack(path):
+        return open_pack(path).experts
+    file = open_gguf(path)
+    return expert_index(file, ModelConfig.from_dict(model_config(file)))
+
+
+def build(folder: Path) -> Path:
+    """The C program."""
+    source, program = folder / "reader.c", folder / "reader"
+    source.write_text(_SOURCE)
+    command = [sys.executable, "-m", "ziglang", "cc", "-O2", "-o", program, source, "-lpthread"]
+    subprocess.run([str(part) for part in command], check=True, capture_output=True)
+    return program
+
+
+def c_seconds(program: Path, index: ExpertIndex, chosen: list[tuple[int, int]], threads: int) -> float:
+    """The C program on these experts."""
+    parts = [part for layer, expert in chosen for part in index.reads(layer, expert)]
+    lines = "".join(f"{index.files.index(part.file)} {part.offset} {part.length}\n" for part in parts)
+    command = [str(program), str(threads), *map(str, index.files)]
+    return float(subprocess.run(command, input=lines, check=True, capture_output=True, text=True).stdout)
+
+
+def our_seconds(reader: ExpertReader, fills: list[Fill], busy: bool) -> float:
+    """The package's reader, ten misses at a time."""
+    import mlx.core as mx
+
+    started = time.perf_counter()
+    for i in range(0, len(fills), AT_ONCE):
+        jobs = [reader.start(fill) for fill in fills[i : i + AT_ONCE]]
+        x = mx.zeros((8,))
+        while busy and not all(job.ended for job in jobs):
+            x = mx.exp(x * 0.5) + 1  # what a main thread does: it builds a graph
+        for job in jobs:
+            job.wait()
+    return time.perf_counter() - started
+
+
+def compare(index: ExpertIndex, records: int, threads: int, rounds: int, busy: bool = False) -> dict[str, float]:
+    """Medians over the rounds: GB/s of both, and their ratio."""
+    rng = random.Random(0)
+    layers = range(len(index.layers))
+    chosen = [(layer, rng.randrange(index.layers[layer].experts)) for layer in rng.choices(layers, k=records)]
+    sizes = [index.layers[layer].record_bytes for layer, _ in chosen]
+    memory = np.ones(sum(sizes), dtype=np.uint8)
+    starts = np.cumsum([0, *sizes])
+    fills = [Fill(*chosen[i], memory[starts[i] : starts[i + 1]]) for i in range(records)]
+    reader = ExpertReader(index, threads)
+    with tempfile.TemporaryDirectory() as folder:
+        program = build(Path(folder))
+        pairs = []
+        for _ in range(rounds + 1):
+            pairs.append((c_seconds(program, index, chosen, threads), our_seconds(reader, fills, busy)))
+    reader.close()
+    theirs, ours = (statistics.median(pair[i] for pair in pairs[1:]) for i in range(2))
+    total = sum(sizes) / 1e9
+    return {"c_gb_per_s": total / theirs, "our_gb_per_s": total / ours, "ratio": theirs / ours}
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Compare, print a line and a JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--records", type=int, default=200)
+    parser.add_argument("--threads", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--busy", action="store_true", help="build graphs in the main thread meanwhile")
+    args = parser.parse_args(argv)
+    found = compare(index_of(args.model), args.records, args.threads, args.rounds, args.busy)
+    print("C {c_gb_per_s:.2f} GB/s, the package {our_gb_per_s:.2f} GB/s: {ratio:.0%}".format(**found))
+    machine = {"machine": platform.machine(), "cores": os.cpu_count(), "threads": args.threads, "busy": args.busy}
+    print(json.dumps({"bench": "reader", **machine, **{name: round(value, 3) for name, value in found.items()}}))
+
+
+if __name__ == "__main__":
+    main()
