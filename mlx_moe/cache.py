@@ -12,6 +12,7 @@ Owns: growth of buffers, histories, rollback. Must not know: weights, disks, how
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -53,6 +54,10 @@ class History:
         else:
             joined = new
         self.value = joined[:, joined.shape[1] - self.length :]
+
+    def copy(self) -> History:
+        """Another one with the same arrays."""
+        return copy.copy(self)
 
     def begin(self) -> None:
         """Open a window."""
@@ -148,6 +153,16 @@ class LayerCache(_BaseCache):
     def window(self) -> int:
         """Tokens in the open window, 0 without one."""
         return 0 if self._mark is None else self.offset - self._mark
+
+    def mark(self) -> dict[str, Any]:
+        """All that ``restore`` needs; costs no copy of an array."""
+        return {
+            name: value.copy() if isinstance(value, History | list) else value for name, value in vars(self).items()
+        }
+
+    def restore(self, mark: dict[str, Any]) -> None:
+        """Be as at ``mark``, of which nothing but tokens added since is undone: rows past the offset do not count."""
+        vars(self).update(mark)
 
     def _count(self, tokens: int) -> None:
         if self._mark is not None and self.window + tokens > WINDOW:

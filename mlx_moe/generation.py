@@ -44,6 +44,13 @@ UNSUPPORTED = {
 
 
 @dataclass
+class Response(GenerationResponse):
+    """mlx-lm's; the last one of a text also says what paging took, for models of GGUF files and packs."""
+
+    experts: Any = None  # paging.statistics.ExpertStats
+
+
+@dataclass
 class _Options:
     """Settings of one generation."""
 
@@ -191,7 +198,7 @@ def stream_generate(
     prompt: str | Sequence[int] | mx.array,
     max_tokens: int = 256,
     **kwargs: Any,
-) -> Iterator[GenerationResponse]:
+) -> Iterator[Response]:
     """Generate text piece by piece, stopping at the tokenizer's stop tokens.
 
     Args:
@@ -201,7 +208,7 @@ def stream_generate(
         kwargs: the keywords of ``generate_tokens``.
 
     Yields:
-        mlx-lm's GenerationResponse; the last one has a finish_reason, "stop" or "length".
+        Response; the last one has a finish_reason, "stop" or "length".
     """
     for name, reason in UNSUPPORTED.items():
         if kwargs.pop(name, None):
@@ -210,7 +217,7 @@ def stream_generate(
         tokenizer = TokenizerWrapper(tokenizer)
     ids = encode_prompt(tokenizer, prompt)
     tokens = generate_tokens(ids, model, max_tokens=max_tokens, **kwargs)
-    return _responses(tokens, tokenizer, len(ids), max_tokens)
+    return _responses(tokens, tokenizer, len(ids), max_tokens, _counting(model))
 
 
 def encode_prompt(tokenizer: TokenizerWrapper, prompt: str | Sequence[int] | mx.array) -> list[int]:
@@ -221,9 +228,19 @@ def encode_prompt(tokenizer: TokenizerWrapper, prompt: str | Sequence[int] | mx.
     return prompt.tolist() if isinstance(prompt, mx.array) else list(prompt)
 
 
+def _counting(model: Model) -> Callable[[], Any]:
+    """What streaming takes from now on, whenever it is called."""
+    start = model.experts_stats
+    return (lambda: None) if start is None else (lambda: model.experts_stats.since(start))
+
+
 def _responses(
-    tokens: Iterator[tuple[int, mx.array]], tokenizer: TokenizerWrapper, prompt_tokens: int, max_tokens: int
-) -> Iterator[GenerationResponse]:
+    tokens: Iterator[tuple[int, mx.array]],
+    tokenizer: TokenizerWrapper,
+    prompt_tokens: int,
+    max_tokens: int,
+    experts: Callable[[], Any],
+) -> Iterator[Response]:
     detokenizer = tokenizer.detokenizer
     started = time.perf_counter()
     prompt_tps = 0.0
@@ -241,7 +258,7 @@ def _responses(
                     reason = "length" if count == max_tokens else None
                 if reason:
                     detokenizer.finalize()
-                yield GenerationResponse(
+                yield Response(
                     text=detokenizer.last_segment,
                     token=token,
                     logprobs=logprobs,
@@ -252,6 +269,7 @@ def _responses(
                     generation_tps=count / (time.perf_counter() - started),
                     peak_memory=peak_memory_gb(),
                     finish_reason=reason,
+                    experts=experts() if reason else None,
                 )
                 if reason:
                     return

@@ -21,10 +21,9 @@ from mlx_moe.formats.safetensors import FileFormatError
 from mlx_moe.models.qwen4_exp import Model
 from mlx_moe.models.qwen4_exp.gguf_config import ARCHITECTURE, hash_constants
 from mlx_moe.models.qwen4_exp.gguf_names import Recipe, is_streamed, recipes
-from mlx_moe.paging.experts import ArenaExperts
-from mlx_moe.paging.resident import ResidentRows
-from mlx_moe.paging.rows import FileRows
-from mlx_moe.platform import device, max_buffer_bytes
+from mlx_moe.paging.budget import Paging
+from mlx_moe.paging.index import ExpertIndex
+from mlx_moe.streaming import expert_source, row_source
 from mlx_moe.weights import Origin, cast, check_hashes, expect_blocks, packed_modules, put
 
 logger = logging.getLogger(__name__)
@@ -57,6 +56,7 @@ def load_gguf(
     overrides: Mapping[str, Any] | None = None,
     mtp: str | Path | None = "auto",
     mtp_norm_per_stream: bool = False,
+    paging: Paging | None = None,
 ) -> tuple[Model, dict[str, Any]]:
     """Load a model whose file ``is_gguf``.
 
@@ -65,6 +65,7 @@ def load_gguf(
     Args:
         overrides: entries of the configuration that replace the file's.
         mtp, mtp_norm_per_stream: as for ``load_model``.
+        paging: how many experts stand in memory, and how the others are read.
 
     Returns:
         The model and its configuration as a config.json would have it.
@@ -78,9 +79,9 @@ def load_gguf(
         check_hashes(hash_constants(file.metadata, config), config)
     draft = _draft_file(file, config, mtp)
     shares = _shares(file, draft, config)
-    experts = _experts(file, draft, config, sum(share.stored_bytes for share in shares))
-    table = row_index(file, config)
-    rows = ResidentRows(config) if table is None else FileRows(config, table, dtype)
+    dense_bytes = sum(share.stored_bytes for share in shares)
+    experts = expert_source(file.paths[0], config, _index(file, draft, config), dense_bytes, paging or Paging())
+    rows = row_source(config, row_index(file, config), dtype, experts)
     model = Model(config, experts, rows, mtp=draft is not None, mtp_norm_per_stream=mtp_norm_per_stream)
     model.eval()
     _put_dense(model, shares, dtype)
@@ -158,17 +159,11 @@ def _dense(file: GgufFile, config: ModelConfig, draft: bool) -> dict[str, Recipe
     }
 
 
-def _experts(file: GgufFile, draft: GgufFile | None, config: ModelConfig, dense_bytes: int) -> ArenaExperts:
-    """Room for all experts, beside dense weights of this size."""
+def _index(file: GgufFile, draft: GgufFile | None, config: ModelConfig) -> ExpertIndex:
+    """Experts of every layer, the draft layer's last."""
     layers = config.num_hidden_layers
     index = expert_index(file, config, range(layers))
-    if draft is not None:
-        index = index.joined(expert_index(draft, config, [layers]))
-    memory = device().memory_bytes
-    try:
-        return ArenaExperts(config, index, memory - dense_bytes, max_buffer_bytes())
-    except ValueError as error:
-        raise ValueError(f"{file.paths[0]}: {error}; this machine has {memory / 1e9:.1f} GB") from None
+    return index if draft is None else index.joined(expert_index(draft, config, [layers]))
 
 
 def _put_dense(model: Model, shares: list[_Share], dtype: mx.Dtype) -> None:

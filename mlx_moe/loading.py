@@ -12,6 +12,7 @@ from mlx_moe.formats import gguf_tokenizer
 from mlx_moe.formats.gguf import open_gguf
 from mlx_moe.formats.tokenizer import has_tokenizer, load_tokenizer
 from mlx_moe.gguf_loading import is_gguf
+from mlx_moe.paging.reader import THREADS
 from mlx_moe.runtime import load_model, model_folder
 
 if TYPE_CHECKING:
@@ -37,6 +38,12 @@ def load(
     dtype: mx.Dtype | None = None,
     norm_convention: str = "auto",
     mtp: str | Path | None = "auto",
+    memory: str | int | None = None,
+    expert_slots: int | None = None,
+    resident: bool = False,
+    io_threads: int = THREADS,
+    read_ahead: bool = True,
+    io: str | None = None,
     adapter_path: str | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[Model, TokenizerWrapper] | tuple[Model, TokenizerWrapper, dict[str, Any]]:
@@ -50,7 +57,7 @@ def load(
         lazy: leave the weights to be read when they are first used, by the loading thread.
         return_config: also return the raw contents of config.json.
         revision: of the Hub repository.
-        dtype, norm_convention, mtp: see ``load_model``.
+        dtype, norm_convention, mtp, memory, expert_slots, resident, io_threads, read_ahead, io: see ``load_model``.
         adapter_path, trust_remote_code: mlx-lm's, refused with the reason.
 
     Returns:
@@ -64,7 +71,18 @@ def load(
             raise ValueError(f"{name} cannot be used: {REFUSED[name]}")
     source = model_folder(path_or_hf_repo, revision)
     model, config = load_model(
-        source, dtype, model_config=model_config, lazy=lazy, norm_convention=norm_convention, mtp=mtp
+        source,
+        dtype,
+        model_config=model_config,
+        lazy=lazy,
+        norm_convention=norm_convention,
+        mtp=mtp,
+        memory=memory,
+        expert_slots=expert_slots,
+        resident=resident,
+        io_threads=io_threads,
+        read_ahead=read_ahead,
+        io=io,
     )
     tokenizer = _tokenizer(source, config, tokenizer_config)
     return (model, tokenizer, config) if return_config else (model, tokenizer)

@@ -13,11 +13,9 @@ from mlx_moe.formats.pack import Pack, open_pack
 from mlx_moe.models.qwen4_exp import Model
 from mlx_moe.models.qwen4_exp import sanitize as names
 from mlx_moe.models.qwen4_exp.gguf_names import Packed
-from mlx_moe.paging.experts import ArenaExperts
+from mlx_moe.paging.budget import Paging
 from mlx_moe.paging.index import ExpertIndex
-from mlx_moe.paging.resident import ResidentRows
-from mlx_moe.paging.rows import FileRows
-from mlx_moe.platform import device, max_buffer_bytes
+from mlx_moe.streaming import expert_source, row_source
 from mlx_moe.weights import Origin, cast, check_hashes, expect_blocks, expect_packing, packed_modules, put
 
 
@@ -27,6 +25,7 @@ def load_pack(
     overrides: Mapping[str, Any] | None = None,
     mtp: bool = True,
     mtp_norm_per_stream: bool = False,
+    paging: Paging | None = None,
 ) -> tuple[Model, dict[str, Any]]:
     """Load a pack (formats/pack).
 
@@ -35,9 +34,10 @@ def load_pack(
         overrides: entries of the configuration that replace the pack's.
         mtp: whether to take the draft layer along, if there is one.
         mtp_norm_per_stream: as for ``load_model``.
+        paging: how many experts stand in memory, and how the others are read.
 
     Returns:
-        The model, its experts in memory, and the contents of config.json.
+        The model and the contents of config.json.
 
     Raises FileFormatError or ConfigError, or ValueError when the experts do not fit into memory; each in one line.
     """
@@ -45,24 +45,15 @@ def load_pack(
     raw = {**pack.raw, **(overrides or {})}
     config = ModelConfig.from_dict(raw)
     draft = mtp and pack.has_mtp
-    experts = _experts(pack, config, draft)
-    rows = ResidentRows(config) if pack.rows is None else FileRows(config, pack.rows, dtype)
+    index = ExpertIndex(pack.experts.files, pack.experts.layers[: config.num_hidden_layers + draft])
+    dense_bytes = sum(info.stop - info.start for info in pack.dense_tensors.values())
+    experts = expert_source(pack.folder, config, index, dense_bytes, paging or Paging())
+    rows = row_source(config, pack.rows, dtype, experts)
     model = Model(config, experts, rows, mtp=draft, mtp_norm_per_stream=mtp_norm_per_stream)
     model.eval()
     _put_dense(model, pack, dtype, draft)
     experts.fill()
     return model, raw
-
-
-def _experts(pack: Pack, config: ModelConfig, draft: bool) -> ArenaExperts:
-    """Room for all experts beside the dense weights."""
-    index = ExpertIndex(pack.experts.files, pack.experts.layers[: config.num_hidden_layers + draft])
-    dense_bytes = sum(info.stop - info.start for info in pack.dense_tensors.values())
-    memory = device().memory_bytes
-    try:
-        return ArenaExperts(config, index, memory - dense_bytes, max_buffer_bytes())
-    except ValueError as error:
-        raise ValueError(f"{pack.folder}: {error}; this machine has {memory / 1e9:.1f} GB") from None
 
 
 def _put_dense(model: Model, pack: Pack, dtype: mx.Dtype, draft: bool) -> None:

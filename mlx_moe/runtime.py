@@ -20,6 +20,8 @@ from mlx_moe.models.layers import PackedWeight, on_cpu
 from mlx_moe.models.qwen4_exp import Model
 from mlx_moe.models.qwen4_exp import sanitize as names
 from mlx_moe.pack_loading import load_pack
+from mlx_moe.paging.budget import Paging
+from mlx_moe.paging.reader import THREADS
 from mlx_moe.paging.resident import ResidentExperts, ResidentRows
 from mlx_moe.verdicts import require_kernels
 from mlx_moe.weights import (
@@ -58,8 +60,17 @@ def load_model(
     norm_convention: str = "auto",
     mtp: str | Path | None = "auto",
     mtp_norm_per_stream: bool = False,
+    memory: str | int | None = None,
+    expert_slots: int | None = None,
+    resident: bool = False,
+    io_threads: int = THREADS,
+    read_ahead: bool = True,
+    io: str | None = None,
 ) -> tuple[Model, dict[str, Any]]:
     """Load a model without its tokenizer.
+
+    Experts of GGUF files and packs that do not fit into memory stay in their files and are read when they are needed;
+    output does not depend on how many stand in memory. ``model.close()``, or ``with`` the model, ends the threads.
 
     Args:
         path: a model folder, a pack, a GGUF file, a folder of one GGUF model's shards, or a Hub repository; None is the
@@ -73,6 +84,12 @@ def load_model(
         mtp: the draft layer: "auto" is the model's own, or that of a GGUF file beside the model; None is none; a GGUF
             file takes it from there.
         mtp_norm_per_stream: llama.cpp's reading of the MTP layer's hidden norm; changes draft acceptance only.
+        memory: this process's ceiling, as "10GB" or in bytes; None is what the machine has.
+        expert_slots: experts per layer in memory; None is as many as fit.
+        resident: all experts in memory, or an error.
+        io_threads: that read experts.
+        read_ahead: read what the next layer will probably need.
+        io: "direct" past the page cache, with a warning where that cannot be, or "buffered"; None is direct, quietly.
 
     Returns:
         The model, evaluated and usable from any thread, and the raw contents of config.json.
@@ -89,10 +106,14 @@ def load_model(
         raise ValueError(f"{source}: {option} cannot be used with GGUF files and packs; leave it out")
     if not is_gguf(source) and mtp not in ("auto", None):
         raise ValueError(f"mtp is {mtp}, but the draft layer of a model folder is the folder's own; leave it out")
+    paging = Paging(memory, expert_slots, resident, io_threads, read_ahead, io)
     if is_gguf(source):
-        model, raw = load_gguf(source, _packed_dtype(dtype), model_config, mtp, mtp_norm_per_stream)
+        model, raw = load_gguf(source, _packed_dtype(dtype), model_config, mtp, mtp_norm_per_stream, paging)
     elif packed:
-        model, raw = load_pack(source, _packed_dtype(dtype), model_config, mtp is not None, mtp_norm_per_stream)
+        model, raw = load_pack(source, _packed_dtype(dtype), model_config, mtp is not None, mtp_norm_per_stream, paging)
+    elif memory is not None or expert_slots is not None:
+        option = "memory" if expert_slots is None else "expert_slots"
+        raise ValueError(f"{source}: {option} cannot be used with a model folder, whose experts are all in memory")
     else:
         raw = {**read_config(source), **(model_config or {})}
         model = _load_folder(source, raw, dtype, norm_convention, mtp is not None, mtp_norm_per_stream)

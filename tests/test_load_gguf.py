@@ -22,7 +22,7 @@ from custom_kernels.portable import Launch
 from gguf_models import q8_0_matrices, tiny_metadata, tiny_tensors, write_gguf
 from gguf_writer import Tensor, Typed, encode, packed, write_shards
 from metal_sim import needs_simulator, verify
-from mlx_moe import gguf_loading, load, load_model, quantize_model, runtime, save_model
+from mlx_moe import load, load_model, quantize_model, runtime, save_model, streaming
 from mlx_moe.cache import WINDOW
 from mlx_moe.cli import main
 from mlx_moe.config import ConfigError
@@ -32,7 +32,6 @@ from mlx_moe.formats.safetensors import FileFormatError
 from mlx_moe.generation import generate_tokens, stream_generate
 from mlx_moe.models.qwen4_exp.gguf_names import recipes
 from mlx_moe.paging import experts as experts_module
-from mlx_moe.paging import reader
 from mlx_moe.weights import named_parameters, packed_modules
 from tiny_tokenizer import gguf_keys, save_tokenizer, short_config
 
@@ -276,7 +275,8 @@ def test_kernels_that_loading_asks_for(tmp_path, monkeypatch):
 def test_experts_that_do_not_fit_into_memory(tmp_path, monkeypatch):
     raw = short_config()
     path = write_gguf(tmp_path / "m.gguf", raw, random_weights(raw))
-    monkeypatch.setattr(gguf_loading, "device", lambda: SimpleNamespace(memory_bytes=500_000))
+    machine = SimpleNamespace(memory_bytes=500_000, working_set_bytes=None)
+    monkeypatch.setattr(streaming, "device", lambda: machine)
     line = refusal(path, ValueError)
     assert re.fullmatch(rf"{path}: experts take 0\.\d\d GB in memory, and 0\.00 GB are left.*0\.0 GB", line), line
 
@@ -512,7 +512,7 @@ def test_options_that_do_not_apply(tmp_path, tiny):
 
 def test_an_expert_that_cannot_be_read(tmp_path, tiny, monkeypatch):
     (tmp_path / "m.gguf").write_bytes(encode(*tiny))
-    monkeypatch.setattr(reader.os, "preadv", lambda *_: 0)
+    monkeypatch.setattr(os, "preadv", lambda *_: 0)
     line = refusal(tmp_path / "m.gguf", OSError)
     assert re.search(r"m.gguf: expert \d of layer \d cannot be read \(the file ends at", line), line
 

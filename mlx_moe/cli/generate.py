@@ -24,7 +24,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     out.add_argument("--extra-eos-token", nargs="+", default=(), help="further tokens that end the text")
     out.add_argument("--verbose", type=options.truth, default=True, help="T prints statistics, F the text alone")
     out.add_argument("--prompt-cache-file", help="continue a prompt that 'mlx-moe cache-prompt' saved")
-    out.add_argument("--stats-json", metavar="FILE", help="write token counts, rates and peak memory there")
+    out.add_argument("--stats-json", metavar="FILE", help="write counts, rates, peak memory and streaming there")
     options.add_template(out)
     options.add_sampling(out, temp=0.0, top_p=1.0, top_k=0)
     return out.parse_args(argv)
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if session.inside_thinking(tokenizer, [*prompt, *ids]):
         print(_hint(args.max_tokens), file=sys.stderr)
     if args.stats_json:
-        _write_stats(Path(args.stats_json), last)
+        _write_stats(Path(args.stats_json), last, model)
     return status
 
 
@@ -108,8 +108,10 @@ def _hint(max_tokens: int) -> str:
     )
 
 
-def _write_stats(path: Path, last: Any) -> None:
+def _write_stats(path: Path, last: Any, model: Any) -> None:
     from mlx_moe.formats.checkpoint import write_json
 
     names = ("prompt_tokens", "prompt_tps", "generation_tokens", "generation_tps", "peak_memory", "finish_reason")
-    write_json(path, {name: getattr(last, name, None) for name in names})
+    experts = getattr(last, "experts", None) or model.experts_stats  # of an interrupted text, since loading
+    streaming = {} if experts is None else {"experts": experts.as_dict()}
+    write_json(path, {name: getattr(last, name, None) for name in names} | streaming)

@@ -71,9 +71,32 @@ def parser(verb: str, description: str) -> argparse.ArgumentParser:
         "--dtype", choices=DTYPES, help="type to compute in (default: the file's, or float32 without a GPU)"
     )
     out.add_argument("--prefill-step-size", type=int, default=2048, help="prompt tokens per pass (default: 2048)")
+    _add_paging(out)
     for flag, keyword, reason in _REFUSED:
         out.add_argument(flag, action=_Refuse, keyword=keyword, reason=reason)
     return out
+
+
+def _add_paging(out: argparse.ArgumentParser) -> None:
+    """Where experts of GGUF files and packs are kept. Defaults are those of ``load_model``, so absent ones are None."""
+    out.add_argument("--memory", metavar="SIZE", help="ceiling of this process, as 10GB (default: the machine's)")
+    out.add_argument("--expert-slots", type=int, metavar="N", help="experts per layer in memory (default: what fits)")
+    out.add_argument("--resident", action="store_true", default=None, help="all experts in memory, or stop")
+    out.add_argument("--io-threads", type=int, metavar="N", help="threads that read experts (default: 8)")
+    out.add_argument(
+        "--no-read-ahead",
+        action="store_false",
+        dest="read_ahead",
+        default=None,
+        help="do not read what the next layer will probably need",
+    )
+    out.add_argument("--io", choices=("direct", "buffered"), help="past the page cache or through it (default: direct)")
+
+
+def paging(args: argparse.Namespace) -> dict[str, Any]:
+    """Keywords of ``load`` for the options of paging that were given."""
+    names = ("memory", "expert_slots", "resident", "io_threads", "read_ahead", "io")
+    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
 
 
 def add_sampling(out: argparse.ArgumentParser, temp: float | None, top_p: float | None, top_k: int | None) -> None:

@@ -13,16 +13,18 @@ from huggingface_hub.utils import tqdm
 from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlx_moe.cli import options
 from mlx_moe.loading import load
 from mlx_moe.models.qwen4_exp import Model
 from mlx_moe.runtime import model_folder
 
 
 def open_model(args: argparse.Namespace) -> tuple[Model, TokenizerWrapper, Path]:
-    """Model, tokenizer and folder for --model, --mtp and --dtype."""
+    """Model, tokenizer and folder for --model, --mtp, --dtype and the options of paging."""
     source = model_folder(args.model)
     dtype = getattr(mx, args.dtype) if args.dtype else None
-    model, tokenizer = load(source, dtype=dtype, mtp=None if args.mtp == "none" else args.mtp)
+    mtp = None if args.mtp == "none" else args.mtp
+    model, tokenizer = load(source, dtype=dtype, mtp=mtp, **options.paging(args))
     return model, tokenizer, source if source.is_dir() else source.parent
 
 

@@ -57,6 +57,17 @@ def chunk_pages(records: Iterable[tuple[int, int]], most_pages: int) -> list[int
     return out
 
 
+def arena_pages(
+    records: Iterable[tuple[int, int]], budget_bytes: int, most_chunk_bytes: int = MAX_CHUNK_BYTES
+) -> list[int]:
+    """Pages of each chunk that an arena allocates; arguments as for SlotArena, and so the ValueError."""
+    pages = [count + 1 for count in chunk_pages(records, min(most_chunk_bytes, MAX_CHUNK_BYTES) // PAGE_BYTES - 1)]
+    total = sum(pages) * PAGE_BYTES  # a page more in each, since MLX aligns as it likes
+    if total > budget_bytes:
+        raise ValueError(f"experts take {_gb(total)} in memory, and {_gb(max(budget_bytes, 0))} are left for them")
+    return pages
+
+
 class SlotArena:
     """Up to four chunks of memory, and which of their pages are free."""
 
@@ -71,15 +82,12 @@ class SlotArena:
 
         Raises ValueError, before anything is allocated, when the records do not fit.
         """
-        pages = chunk_pages(records, min(most_chunk_bytes, MAX_CHUNK_BYTES) // PAGE_BYTES - 1)
-        total = sum(count + 1 for count in pages) * PAGE_BYTES  # a page more, since MLX aligns as it likes
-        if total > budget_bytes:
-            raise ValueError(f"experts take {_gb(total)} in memory, and {_gb(max(budget_bytes, 0))} are left for them")
-        chunks = tuple(mx.zeros(((count + 1) * PAGE_BYTES // ALIGNMENT, ALIGNMENT), dtype=mx.uint8) for count in pages)
+        pages = arena_pages(records, budget_bytes, most_chunk_bytes)
+        chunks = tuple(mx.zeros((count * PAGE_BYTES // ALIGNMENT, ALIGNMENT), dtype=mx.uint8) for count in pages)
         mx.eval(chunks)
         self._views = [np.array(chunk, copy=False).reshape(-1) for chunk in chunks]
         self._arena = Arena(chunks, tuple(map(_base, self._views)))
-        self._free = [[(0, count)] if count else [] for count in pages]  # per chunk, ascending (page, pages)
+        self._free = [[(0, count - 1)] if count > 1 else [] for count in pages]  # per chunk, ascending (page, pages)
         self._used: dict[int, int] = {}  # word: pages
 
     @property

@@ -1,16 +1,12 @@
 """Experts in the arena: the expert source of models whose experts lie in files as packed blocks.
 
-Ties index, reader and arena together. Today every expert gets a slot when the model is loaded, and nothing waits while
-a window runs.
-
-Invariants: a layer's row of slot words is owned here, in NumPy, and enters a graph as a fresh array; a word stands in
-the row only while its slot holds that expert's whole record. Slots are written before the first graph is built.
+There is one path, whether all experts are in memory or few: what computes is here, what is where and what must be
+waited for is the pager's. A layer whose experts are all in memory waits for nothing in a window.
 """
 
 from __future__ import annotations
 
-import logging
-import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -19,46 +15,33 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from custom_kernels.dequant_gemv import (
-    Matrix,
-    expert_combine,
-    expert_dequantize,
-    expert_down,
-    expert_gate_up,
-)
-from custom_kernels.ggml_blocks import format_by_name
+from custom_kernels.dequant_gemv import expert_combine, expert_dequantize, expert_down, expert_gate_up
 from custom_kernels.moce_route import moce_route, plain_route
 from custom_kernels.slots import NO_SLOT
 from mlx_moe.config import ModelConfig
-from mlx_moe.models.layers import WINDOW, gather_mm
-from mlx_moe.paging.arena import MAX_CHUNK_BYTES, SlotArena
-from mlx_moe.paging.index import ExpertIndex, LayerIndex, PartIndex
-from mlx_moe.paging.reader import THREADS, ExpertReader, Fill
-
-logger = logging.getLogger(__name__)
+from mlx_moe.models.layers import WINDOW, Linear, gather_mm
+from mlx_moe.paging.index import ExpertIndex
+from mlx_moe.paging.matrices import Matrices
+from mlx_moe.paging.pager import Pager
+from mlx_moe.paging.prompt import AHEAD_SHARE, PromptReads
+from mlx_moe.paging.reader import ExpertReader
+from mlx_moe.paging.residency import Room
+from mlx_moe.paging.statistics import ExpertStats
 
 WORKSPACE_BYTES = 256 << 20
 """Unpacked matrices of the experts that a prompt runs through at once."""
 TOKENS_AT_ONCE = 512
 """Of a prompt, when its experts' outputs are added up in float32."""
-REPORT_EVERY_S = 5.0
+WINDOW_AHEAD_SHARE = 8
+"""Of a layer's places, one in so many may be filled with what a window will probably need."""
 
 
-class Matrices(NamedTuple):
-    """Where the matrices of a layer's experts are in their records."""
+class Group(NamedTuple):
+    """Rows of a prompt, sorted by expert, and all of their experts, ascending."""
 
-    gate: Matrix
-    up: Matrix
-    down: Matrix
-
-    @classmethod
-    def of(cls, layer: LayerIndex) -> Matrices:
-        """Those of a layer. Raises ValueError for a part whose length is not that of its rows."""
-        return cls(*(_matrix(part, at) for part, at in zip(layer.parts, layer.places, strict=True)))
-
-    def unpacked_bytes(self, dtype: mx.Dtype) -> int:
-        """Bytes of one expert's numbers."""
-        return sum(matrix.rows * matrix.columns for matrix in self) * dtype.size
+    start: int
+    stop: int
+    experts: np.ndarray
 
 
 class ArenaExperts:
@@ -71,26 +54,29 @@ class ArenaExperts:
         self,
         config: ModelConfig,
         index: ExpertIndex,
-        budget_bytes: int,
-        most_chunk_bytes: int = MAX_CHUNK_BYTES,
-        threads: int = THREADS,
+        slots: int,
+        room: Room,
+        reader: ExpertReader | None = None,
+        read_ahead: bool = True,
     ) -> None:
-        """Allocate memory for every expert; ``fill`` reads them.
+        """Allocate memory for ``slots`` experts of each layer; ``fill`` reads those of layers that have room for all.
 
         Args:
             index: of every MoE layer, the draft layer's last.
-            budget_bytes, most_chunk_bytes: see SlotArena.
-            threads: that read.
+            slots: at least ``num_experts_per_tok``, unless layers have fewer experts.
+            room: memory that the arena may take.
+            reader: of the index; one with default settings if not given.
+            read_ahead: read what the next layer will probably need while this one computes.
 
         Raises ValueError when they do not fit into memory.
         """
         self._top_k, self._normalize = config.num_experts_per_tok, config.norm_topk_prob
-        self._index, self._layers = index, [Matrices.of(layer) for layer in index.layers]
-        self._words = np.full((len(index.layers), config.num_experts), NO_SLOT, dtype=np.uint32)
-        self._slots = SlotArena(
-            [(layer.record_bytes, layer.experts) for layer in index.layers], budget_bytes, most_chunk_bytes
-        )
-        self._reader = ExpertReader(index, threads)
+        self._trunk, self._read_ahead = config.num_hidden_layers, read_ahead
+        self._layers = [Matrices.of(layer) for layer in index.layers]
+        self._routers: list[Linear] = []
+        self.reader = reader or ExpertReader(index)
+        self._pager = Pager(index, slots, room, self.reader)
+        self._closed = False
 
     @property
     def kernels(self) -> frozenset[tuple[str, str]]:
@@ -102,94 +88,184 @@ class ArenaExperts:
         return frozenset(found)
 
     @property
+    def streams(self) -> bool:
+        """Whether some layer has more experts than slots."""
+        return self._pager.streams
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the arena."""
-        return self._slots.nbytes
+        return self._pager.nbytes
 
     def fill(self) -> None:
-        """Give every expert a slot and read it, before anything else; the log says how far it is.
+        """Read the experts of layers that have room for all, before anything else; the log says how far it is.
 
         Raises OSError, naming file and expert, when one cannot be read.
         """
-        layers = self._index.layers
-        words = [[self._slots.allocate(layer.record_bytes) for _ in range(layer.experts)] for layer in layers]
-        fills = (
-            Fill(layer, expert, self._slots.view(word, layers[layer].record_bytes))
-            for layer, row in enumerate(words)
-            for expert, word in enumerate(row)
-        )
-        total, done, said = sum(layer.experts * layer.record_bytes for layer in layers), 0, time.monotonic()
-        for nbytes in self._reader.fill(fills):
-            done += nbytes
-            if time.monotonic() - said > REPORT_EVERY_S:
-                said = time.monotonic()
-                logger.info("experts: %.1f of %.1f GB read", done / 1e9, total / 1e9)
-        self._words[:] = words
-        self._reader.close()
+        self._pager.fill()
+
+    def statistics(self) -> ExpertStats:
+        """See ExpertSource."""
+        return self._pager.statistics()
+
+    def resize(self, slots: int) -> None:
+        """See ExpertSource."""
+        if slots < self._top_k:
+            raise ValueError(f"{slots} slots per layer; allowed: at least {self._top_k}, as a token uses")
+        self._refuse_closed()
+        self._pager.resize(slots)
+
+    def close(self) -> None:
+        """See ExpertSource."""
+        if not self._closed:
+            self._closed = True
+            self._pager.close()
 
     def bind(self, routers: Sequence[mx.array]) -> None:
-        """Nothing is read ahead, so the routers are not needed."""
+        """See ExpertSource."""
+        for weight in routers:
+            self._routers.append(Linear(weight.shape[1], weight.shape[0]))
+            self._routers[-1].weight = weight
 
     def begin(self, window_ids: mx.array) -> None:
-        """Nothing is pinned."""
+        """See ExpertSource."""
+        self._refuse_closed()
+        self._pager.begin(*window_ids.shape)
 
     def commit(self, accepted: int) -> None:
-        """Nothing is released."""
+        """See ExpertSource."""
+        self._pager.commit(accepted)
+
+    def abort(self) -> None:
+        """See ExpertSource."""
+        if not self._closed:
+            self._pager.abort()
 
     def moe(self, layer: int, x: mx.array, logits: mx.array, shared: mx.array, phase: str = "decode") -> mx.array:
-        """See ExpertSource. Windows run fused, 8 tokens at a time; prompts by expert, which waits for the ids."""
+        """See ExpertSource. Windows run fused, 8 tokens at a time; prompts by expert, which waits for the ids.
+
+        Raises OSError, naming file and expert, when one cannot be read.
+        """
         if phase == "prefill":
             return self._prompt(layer, x, logits, shared)
         parts = [slice(i, i + WINDOW) for i in range(0, len(x), WINDOW)]
         return _joined([self._window(layer, x[part], logits[part], shared[part]) for part in parts])
 
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise RuntimeError("the model was closed; load it again")
+
+    # Windows
+
     def _window(self, layer: int, x: mx.array, logits: mx.array, shared: mx.array) -> mx.array:
         """Up to 8 tokens."""
+        routing = moce_route(logits, self._pager.row(layer), self._top_k, normalize=self._normalize)
+        if self._pager.complete(layer):
+            partials = self._partials(layer, x, routing.words)
+            return expert_combine(partials, routing.weights, shared, x.dtype)
+        mx.async_eval(routing.ids)  # on their own, or they would be ready only when the rest is
+        soon = self._guess(layer + 1, x)
+        partials = self._partials(layer, x, routing.words)
+        mx.async_eval(shared, partials)
+        partials = self._with_missing(layer, x, np.array(routing.ids), partials, soon)
+        y = expert_combine(partials, routing.weights, shared, x.dtype)
+        mx.async_eval(y)  # the device has work while the next layer is built
+        return y
+
+    def _with_missing(
+        self, layer: int, x: mx.array, ids: np.ndarray, partials: mx.array, soon: mx.array | None
+    ) -> mx.array:
+        """``partials`` [T, k, H] of experts in memory, and of the others once they are read.
+
+        Places of ``partials`` are replaced, never added to, so bits do not depend on who was in memory.
+        """
+        pager = self._pager
+        here, missing = pager.use(layer, ids)
+        pager.reads(layer, [partials], here)
+        if not missing:
+            self._ahead(layer + 1, soon)
+        for i, wave in enumerate(pager.waves(layer, missing)):
+            if i == 0:
+                self._ahead(layer + 1, soon)  # while this layer's reads run
+            pager.arrive(layer, wave)
+            words = pager.words(layer, ids, wave)
+            part = self._partials(layer, x, mx.array(words))
+            partials = mx.where(mx.array(words != NO_SLOT)[..., None], part, partials)
+            pager.reads(layer, [part], wave)
+            mx.async_eval(partials)
+        return partials
+
+    def _partials(self, layer: int, x: mx.array, words: mx.array) -> mx.array:
+        """What each expert of ``words`` [T, k] adds, not yet weighted: [T, k, H] float32, zeros for NO_SLOT."""
         gate, up, down = self._layers[layer]
-        routing = moce_route(logits, mx.array(self._words[layer]), self._top_k, normalize=self._normalize)
-        h = expert_gate_up(x, routing.words, self._slots.arena, gate, up)
-        partials = expert_down(h, routing.words, self._slots.arena, down)
-        return expert_combine(partials, routing.weights, shared, x.dtype)
+        h = expert_gate_up(x, words, self._pager.arena, gate, up)
+        return expert_down(h, words, self._pager.arena, down)
+
+    # Read-ahead
+
+    def _guess(self, layer: int, x: mx.array) -> mx.array | None:
+        """Ids [T, k] that a layer will probably need, by its router on the input of the one before; under way."""
+        if not self._read_ahead or layer >= self._trunk or self._pager.complete(layer):
+            return None
+        logits = self._routers[layer](x[None])[0].astype(mx.float32)
+        ids = plain_route(logits, self._top_k, self._normalize)[0]
+        mx.async_eval(ids)
+        return ids
+
+    def _ahead(self, layer: int, ids: mx.array | None) -> None:
+        """Read what a window will probably need when nothing else is to be read."""
+        if ids is not None:
+            most = self._pager.slots(layer) // WINDOW_AHEAD_SHARE
+            self._pager.ahead(layer, np.array(ids).reshape(-1).tolist(), most)
+
+    # Prompts
 
     def _prompt(self, layer: int, x: mx.array, logits: mx.array, shared: mx.array) -> mx.array:
         """Many tokens: rows of one expert stand together, and experts are unpacked a group at a time."""
         ids, weights = plain_route(logits, self._top_k, self._normalize)
         mx.async_eval(ids)
+        soon = self._guess(layer + 1, x)
         mx.async_eval(shared)  # on its own, or the ids would be ready only when this is
         chosen = np.array(ids).reshape(-1)
         order = np.argsort(chosen, kind="stable")
+        groups = list(self._groups(layer, chosen[order], x.dtype))
+        reads = PromptReads(self._pager, layer, [group.experts for group in groups], Counter(chosen.tolist()))
         rows = x[mx.array(order // self._top_k)]
         parts, waiting = [], None
-        for start, stop, experts in self._groups(layer, chosen[order], x.dtype):
-            parts.append(self._through(layer, rows[start:stop], chosen[order[start:stop]], experts))
+        for group, matrices in zip(groups, self._unpacked(layer, reads, x.dtype), strict=True):
+            at = slice(group.start, group.stop)
+            parts.append(_through(rows[at], np.searchsorted(group.experts, chosen[order[at]]), *matrices))
             mx.async_eval(parts[-1])  # at most two groups are unpacked at any time
             if waiting is not None:
                 mx.eval(waiting)
             waiting = parts[-1]
+        if soon is not None:
+            most = self._pager.slots(layer + 1) // AHEAD_SHARE
+            self._pager.ahead(layer + 1, np.unique(np.array(soon)).tolist(), most)
         back = np.empty_like(order)
         back[order] = np.arange(order.size)
         return self._added(_joined(parts), mx.array(back.reshape(-1, self._top_k)), weights, shared)
 
-    def _groups(self, layer: int, chosen: np.ndarray, dtype: mx.Dtype) -> Iterator[tuple[int, int, np.ndarray]]:
-        """(first row, row after the last, experts) of every group, from each row's expert, ascending."""
+    def _unpacked(self, layer: int, reads: PromptReads, dtype: mx.Dtype) -> Iterator[tuple[mx.array, ...]]:
+        """Gate, up and down [n, in, out] of the experts of each group, whose parts are unpacked as they arrive."""
+        pieces = []
+        for experts, last in reads.parts():
+            words = mx.array(self._pager.words(layer, np.array(experts), experts))
+            pieces.append([expert_dequantize(words, self._pager.arena, m, dtype) for m in self._layers[layer]])
+            self._pager.reads(layer, pieces[-1], experts)
+            mx.async_eval(pieces[-1])
+            if last:
+                yield tuple(_joined(matrix).swapaxes(-1, -2) for matrix in zip(*pieces, strict=True))
+                pieces = []
+
+    def _groups(self, layer: int, chosen: np.ndarray, dtype: mx.Dtype) -> Iterator[Group]:
+        """From each row's expert, ascending. They do not depend on what is in memory."""
         experts, starts = np.unique(chosen, return_index=True)
         size = max(1, WORKSPACE_BYTES // self._layers[layer].unpacked_bytes(dtype))
         bounds = [*range(0, experts.size, size), experts.size]
         edges = np.append(starts, chosen.size)
         for a, b in pairwise(bounds):
-            yield int(edges[a]), int(edges[b]), experts[a:b]
-
-    def _through(self, layer: int, rows: mx.array, chosen: np.ndarray, experts: np.ndarray) -> mx.array:
-        """Rows [n, H] through their experts, of which ``experts`` are all, ascending -> [n, H]."""
-        words = mx.array(self._words[layer][experts])
-        gate, up, down = (
-            expert_dequantize(words, self._slots.arena, matrix, rows.dtype).swapaxes(-1, -2)
-            for matrix in self._layers[layer]
-        )
-        ids = mx.array(np.searchsorted(experts, chosen).astype(np.uint32))
-        x = rows[:, None]
-        h = nn.silu(gather_mm(x, gate, ids, True)) * gather_mm(x, up, ids, True)
-        return gather_mm(h, down, ids, True)[:, 0]
+            yield Group(int(edges[a]), int(edges[b]), experts[a:b])
 
     def _added(self, y: mx.array, places: mx.array, weights: mx.array, shared: mx.array) -> mx.array:
         """Outputs y [T * k, H], those of token t in the rows places[t] [k], weighted and added up -> [T, H]."""
@@ -200,12 +276,11 @@ class ArenaExperts:
         return _joined(out)
 
 
-def _matrix(part: PartIndex, at: int) -> Matrix:
-    rows, columns = part.shape
-    matrix = Matrix(format_by_name(part.format), rows, columns, at)
-    if part.length != rows * matrix.row_bytes:
-        raise ValueError(f"{part.length} bytes for {part.shape} weights of {part.format}; needed: whole rows")
-    return matrix
+def _through(rows: mx.array, places: np.ndarray, gate: mx.array, up: mx.array, down: mx.array) -> mx.array:
+    """Rows [n, H] through experts: those at ``places`` [n], ascending, of matrices [experts, in, out] -> [n, H]."""
+    ids, x = mx.array(places.astype(np.uint32)), rows[:, None]
+    h = nn.silu(gather_mm(x, gate, ids, True)) * gather_mm(x, up, ids, True)
+    return gather_mm(h, down, ids, True)[:, 0]
 
 
 def _joined(parts: Sequence[mx.array]) -> mx.array:

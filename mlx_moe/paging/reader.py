@@ -1,24 +1,26 @@
-"""Bytes of experts and rows from files into memory that others own. Knows no MLX.
+"""Bytes of experts from files into memory that others own, by threads of its own. Knows no MLX.
 
-A read either fills its target or raises an OSError that names the file and what was read. Python repeats reads that a
-signal interrupts; reads that come short go on where they stopped.
+Demanded records go before speculative ones; a large record is read in several pieces at once.
 """
 
 from __future__ import annotations
 
-import os
-import threading
-import weakref
+from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from pathlib import Path
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
+from mlx_moe.paging.files import Direct, Files
 from mlx_moe.paging.index import ExpertIndex
+from mlx_moe.paging.queue import Job, JobQueue, Piece
+
+__all__ = ["PIECE_BYTES", "THREADS", "Direct", "ExpertReader", "Files", "Fill"]
 
 THREADS = 8
+PIECE_BYTES = 512 << 10
+"""The most that one read asks for, a multiple of every alignment that direct reads need."""
 
 
 class Fill(NamedTuple):
@@ -29,87 +31,60 @@ class Fill(NamedTuple):
     target: np.ndarray
 
 
-class Files:
-    """Files opened when they are first read, and kept open until this is closed or forgotten."""
-
-    def __init__(self) -> None:
-        self._open: dict[Path, int] = {}
-        self._lock = threading.Lock()
-        self._finalizer = weakref.finalize(self, _close, self._open)
-
-    def read(self, path: Path, offset: int, target: np.ndarray, what: str) -> None:
-        """Fill ``target``, contiguous uint8, from byte ``offset`` of a file on; any thread may.
-
-        Raises OSError, in one line that names the file and ``what``, when it cannot be read or ends before.
-        """
-        view = memoryview(target)
-        done = 0
-        try:
-            descriptor = self._descriptor(path)
-            while done < len(view):
-                count = os.preadv(descriptor, [view[done:]], offset + done)
-                if not count:
-                    end = offset + done
-                    raise OSError(f"the file ends at byte {end}, {len(view) - done} bytes early")
-                done += count
-        except OSError as error:
-            raise OSError(f"{path}: {what} cannot be read ({error.strerror or error})") from None
-
-    def close(self) -> None:
-        """Close all; a later read opens again."""
-        with self._lock:
-            _close(self._open)
-
-    def _descriptor(self, path: Path) -> int:
-        with self._lock:
-            if path not in self._open:
-                self._open[path] = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-            return self._open[path]
-
-
 class ExpertReader:
-    """Reads experts by layer and number, as an index says where they are."""
+    """Reads experts by layer and number, as an index says where they are.
 
-    def __init__(self, index: ExpertIndex, threads: int = THREADS) -> None:
-        self._index, self._threads, self._files = index, threads, Files()
+    Targets belong to the reader until the job of a ``start`` has ended. Nobody may write to them meanwhile.
+    """
+
+    def __init__(self, index: ExpertIndex, threads: int = THREADS, direct: Direct | None = None) -> None:
+        """direct: see Files."""
+        self._index, self._threads, self.files = index, threads, Files(direct)
+        self.queue = JobQueue(threads, "experts")
 
     def read(self, layer: int, expert: int, target: np.ndarray) -> None:
         """Put one expert's record into ``target``, uint8 [record_bytes]; raises OSError naming file and expert."""
-        for part in self._index.reads(layer, expert):
-            what = f"expert {expert} of layer {layer}"
-            self._files.read(part.file, part.offset, target[part.at : part.at + part.length], what)
+        for piece in self._pieces(layer, expert, target):
+            piece()
+
+    def start(self, fill: Fill, demanded: bool = True) -> Job:
+        """Let the threads read one expert; the job's ``wait`` raises OSError naming file and expert."""
+        return self.queue.submit(self._pieces(*fill), demanded)
 
     def fill(self, fills: Iterable[Fill]) -> Iterator[int]:
-        """Read many with several threads; yields the bytes of each when it is there.
+        """Read many; yields the bytes of each when it is there. The threads end with it.
 
         After an error, or when the caller stops early, running reads end, no further one starts, and the error is
         raised.
         """
-        todo = iter(fills)
-        with ThreadPoolExecutor(self._threads, thread_name_prefix="experts") as pool:
-            running: set[Future[int]] = set()
-            try:
-                while True:
-                    while len(running) < 2 * self._threads and (fill := next(todo, None)):
-                        running.add(pool.submit(self._filled, fill))
-                    if not running:
-                        return
-                    done, running = wait(running, return_when=FIRST_COMPLETED)
-                    for future in done:
-                        yield future.result()
-            finally:
-                for future in running:
-                    future.cancel()
+        todo, running = iter(fills), deque()
+        try:
+            while True:
+                while len(running) < 2 * self._threads and (fill := next(todo, None)):
+                    running.append((self.start(fill), fill.target.nbytes))
+                if not running:
+                    return
+                job, nbytes = running.popleft()
+                job.wait()
+                yield nbytes
+        finally:
+            self.queue.stop()
 
     def close(self) -> None:
-        """Close the files."""
-        self._files.close()
+        """End the threads and close the files; reading again starts and opens them again."""
+        self.queue.stop()
+        self.files.close()
 
-    def _filled(self, fill: Fill) -> int:
-        self.read(*fill)
-        return fill.target.nbytes
-
-
-def _close(descriptors: dict[Path, int]) -> None:
-    while descriptors:
-        os.close(descriptors.popitem()[1])
+    def _pieces(self, layer: int, expert: int, target: np.ndarray) -> list[Piece]:
+        what = f"expert {expert} of layer {layer}"
+        return [
+            partial(
+                self.files.read,
+                part.file,
+                part.offset + start,
+                target[part.at + start : part.at + min(start + PIECE_BYTES, part.length)],
+                what,
+            )
+            for part in self._index.reads(layer, expert)
+            for start in range(0, part.length, PIECE_BYTES)
+        ]

@@ -63,6 +63,19 @@ class ResidentExperts(nn.Module):
     def commit(self, accepted: int) -> None:
         """Nothing is released."""
 
+    def abort(self) -> None:
+        """Nothing is read."""
+
+    def resize(self, slots: int) -> None:
+        """Refused, with a ValueError."""
+        raise ValueError("the experts of this model are not streamed, so their number in memory is fixed")
+
+    def statistics(self) -> None:
+        """Nothing is counted."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
     def moe(self, layer: int, x: mx.array, logits: mx.array, shared: mx.array, phase: str = "decode") -> mx.array:
         """See ExpertSource. Windows run expert by expert of each token; prompts sorted by expert."""
         if phase == "decode":
@@ -114,3 +127,9 @@ class ResidentRows(nn.Module):
         """See RowSource."""
         ids = self._hashes[index].row_ids(history, count)
         return self.tables[index](ids).reshape(*ids.shape[:2], -1)
+
+    def abort(self) -> None:
+        """Nothing is read."""
+
+    def close(self) -> None:
+        """Nothing is open."""

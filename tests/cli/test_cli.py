@@ -23,6 +23,7 @@ from mlx_moe import load, runtime
 from mlx_moe.cli import VERBS, main, options, session
 from mlx_moe.cli.chat import HELP, Conversation
 from mlx_moe.sampling import ANSWERING, THINKING, Sampling, chat_sampling
+from paging.streamed import write_model
 from tiny_tokenizer import END_THINK, TEMPLATE, THINK, save_tokenizer, short_config
 
 OWN_TESTS = ("doctor", "download", "convert", "imatrix", "info", "plan")
@@ -903,8 +904,52 @@ def test_a_second_turn_is_a_fresh_conversation_with_the_same_history(folder, pas
 # Every flag
 
 
+@pytest.fixture(scope="module")
+def streamed(tmp_path_factory) -> Path:
+    """A GGUF file of 40 experts per layer, of which a token uses 4."""
+    return write_model(tmp_path_factory.mktemp("streamed") / "m.gguf", tokenizer=True)
+
+
+PAGING = {
+    (): (40, 8, True, True),
+    ("--expert-slots", "9"): (9, 8, True, True),
+    ("--memory", "1.2MB"): (9, 8, True, True),
+    ("--io-threads", "3"): (40, 3, True, True),
+    ("--no-read-ahead",): (40, 8, False, True),
+    ("--io", "buffered"): (40, 8, True, False),
+    ("--memory", "100MB", "--resident"): (40, 8, True, True),
+}
+
+
+@pytest.mark.parametrize("flags", PAGING, ids=" ".join)
+def test_paging(run, streamed, monkeypatch, flags):
+    """Slots per layer, threads, read-ahead, direct reads; the text is the same."""
+    seen, original = [], session.load
+
+    def load(*args, **kwargs):
+        model, tokenizer = original(*args, **kwargs)
+        experts = model._experts
+        direct = experts.reader.files._direct is not None
+        seen.append((model.experts_stats.slots, experts.reader._threads, experts._read_ahead, direct))
+        return model, tokenizer
+
+    monkeypatch.setattr(session, "load", load)
+    call = ("generate", "--model", streamed, "-p", "the test", "-m", "6", "--verbose", "F")
+    texts = [run(*call, *more).out for more in ((), flags)]
+    assert seen[1] == PAGING[flags] and texts[0] == texts[1]
+
+
+def test_paging_that_cannot_be(run, streamed):
+    call = ("generate", "--model", streamed, "-p", "x", "-m", "1")
+    assert_refused(run(*call, "--memory", "much"), "'much' is not a size")
+    assert_refused(run(*call, "--resident", "--memory", "1MB"), "experts take", "are left for them")
+    assert_refused(run(*call, "--resident", "--expert-slots", "9"), "leave one out")
+
+
 # flag: the test that shows what it changes
 COVERED = {
+    **dict.fromkeys(("--memory", "--expert-slots", "--resident"), test_paging),
+    **dict.fromkeys(("--io-threads", "--no-read-ahead", "--io"), test_paging),
     **dict.fromkeys(REFUSED, test_refused_flags),
     "--help": test_help_of_a_verb,
     "--model": test_model_and_its_default,

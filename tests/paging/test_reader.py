@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import gc
+import logging
 import os
 import re
 import signal
@@ -16,7 +18,8 @@ import pytest
 
 from mlx_moe.paging import reader as module
 from mlx_moe.paging.index import ExpertIndex, LayerIndex, PartIndex
-from mlx_moe.paging.reader import ExpertReader, Files, Fill
+from mlx_moe.paging.reader import PIECE_BYTES, Direct, ExpertReader, Files, Fill
+from mlx_moe.platform import DIRECT_ALIGNMENT, open_direct
 
 EXPERTS, LENGTHS = 6, (48, 48, 20)
 
@@ -94,7 +97,7 @@ def test_a_disk_that_fails(index, tmp_path, monkeypatch, code):
     with pytest.raises(OSError) as caught:
         list(ExpertReader(index).fill(fills(index)))
     assert re.fullmatch(
-        rf"{tmp_path / 'a'}: expert \d of layer \d cannot be read \({os.strerror(code)}\)", message(caught)
+        rf"{tmp_path}/[ab]: expert \d of layer \d cannot be read \({os.strerror(code)}\)", message(caught)
     )
 
 
@@ -132,6 +135,7 @@ def _descriptors() -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="only Linux lists a process's descriptors so")
 def test_descriptors_are_shared_and_closed(index):
+    gc.collect()  # tracebacks of other tests hold readers
     before = _descriptors()
     reader = ExpertReader(index)
     list(reader.fill(fills(index)))
@@ -141,6 +145,98 @@ def test_descriptors_are_shared_and_closed(index):
     reader.read(0, 0, np.zeros(index.layers[0].record_bytes, np.uint8))
     del reader
     assert _descriptors() == before, "forgotten, it closes its files"
+
+
+def aligned(nbytes: int, unit: int) -> np.ndarray:
+    memory = np.zeros(nbytes + unit, np.uint8)
+    start = -memory.ctypes.data % unit
+    return memory[start : start + nbytes]
+
+
+class Opener:
+    """Opens files and counts; may refuse."""
+
+    def __init__(self, code: int | None = None):
+        self.opened, self._code = [], code
+
+    def __call__(self, path: Path) -> int:
+        self.opened.append(path)
+        if self._code is not None:
+            raise OSError(self._code, os.strerror(self._code))
+        return os.open(path, os.O_RDONLY)
+
+
+def test_aligned_reads_are_direct_and_their_tails_are_not(tmp_path, caplog):
+    (tmp_path / "x").write_bytes(bytes(range(256)) * 64)
+    opener, target = Opener(), aligned(8192, 4096)
+    files = Files(Direct(opener, 4096, logging.WARNING))
+    for start, stop in ((0, 4096), (4096, 4196)):
+        files.read(tmp_path / "x", 4096 + start, target[start:stop], "expert 0")
+    assert opener.opened == [tmp_path / "x"] and not caplog.text
+    assert target[:4196].tobytes() == (bytes(range(256)) * 64)[4096:8292] and len(files._open) == 2
+
+
+@pytest.mark.parametrize(("offset", "shift"), [(100, 0), (4096, 8)])
+def test_what_is_not_aligned_goes_through_the_page_cache(tmp_path, caplog, offset, shift):
+    """Said once per file."""
+    (tmp_path / "x").write_bytes(bytes(range(256)) * 64)
+    opener, target = Opener(), aligned(8192, 4096)[shift : shift + 4096]
+    files = Files(Direct(opener, 4096, logging.WARNING))
+    for _ in range(3):
+        files.read(tmp_path / "x", offset, target, "expert 0")
+    assert not opener.opened and target.tobytes() == (bytes(range(256)) * 64)[offset : offset + 4096]
+    assert caplog.text.count("x: read through the page cache, since its offsets or the memory for them are no") == 1
+
+
+def test_file_systems_without_direct_reads(tmp_path, caplog):
+    (tmp_path / "x").write_bytes(bytes(8192))
+    files = Files(Direct(Opener(errno.EINVAL), 4096, logging.WARNING))
+    for _ in range(2):
+        files.read(tmp_path / "x", 0, aligned(4096, 4096), "expert 0")
+    assert caplog.text.count("through the page cache, since its file system says: Invalid argument") == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="of Linux")
+def test_direct_reads_of_this_machine(tmp_path):
+    """Where the file system has them, the bytes are right."""
+    data = np.random.default_rng(0).bytes(3 << 20)
+    (tmp_path / "x").write_bytes(data)
+    target = aligned(1 << 20, 4096)
+    Files(Direct(open_direct, DIRECT_ALIGNMENT)).read(tmp_path / "x", 1 << 20, target, "expert 0")
+    assert target.tobytes() == data[1 << 20 : 2 << 20]
+
+
+@pytest.mark.parametrize("how", ["written", "replaced"])
+def test_a_file_that_is_another(index, tmp_path, how):
+    """Noted when it was loaded, and refused when it is not that file any more."""
+    reader = ExpertReader(index)
+    reader.files.note(index.files)
+    data = (tmp_path / "a").read_bytes()
+    if how == "replaced":
+        (tmp_path / "a").unlink()
+    (tmp_path / "a").write_bytes(data + b"x")
+    with pytest.raises(OSError, match=r"a: expert 1 of layer 0 cannot be read \(the file is not what it was"):
+        reader.read(0, 1, np.zeros(index.layers[0].record_bytes, np.uint8))
+
+
+def test_files_that_are_not_there_are_named_at_once(index, tmp_path):
+    (tmp_path / "b").unlink()
+    with pytest.raises(OSError, match=r"b: cannot be read \(No such file"):
+        ExpertReader(index).files.note(index.files)
+
+
+def test_large_records_are_read_in_pieces(tmp_path, monkeypatch):
+    """Several threads may share them; the pieces make the record."""
+    (tmp_path / "x").write_bytes(np.random.default_rng(0).bytes(3 * PIECE_BYTES + 100))
+    part = PartIndex.strided("X", (2, 3), PIECE_BYTES + 16, 0, 4, 16, 1)
+    index = ExpertIndex((tmp_path / "x",), (LayerIndex(part, part, part),))
+    sizes, real = [], os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, views, at: sizes.append(len(views[0])) or real(fd, views, at))
+    target = np.zeros(index.layers[0].record_bytes, np.uint8)
+    reader = ExpertReader(index, threads=2)
+    reader.start(Fill(0, 0, target)).wait()
+    reader.close()
+    assert np.array_equal(target, expected(index, 0, 0)) and sorted(sizes) == [16] * 3 + [PIECE_BYTES] * 3
 
 
 def test_interrupted_reads_are_repeated(tmp_path):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -179,12 +181,26 @@ class Model(nn.Module):
             raise ValueError(f"the cache has {len(cache)} layers; the model has {len(self.layers)}")
         if len({layer.offset for layer in cache}) > 1:
             raise ValueError("the cache's layers hold different numbers of tokens: a pass was interrupted; start again")
-        self._experts.begin(ids)
-        histories = [self._history(layer, ids, part) for layer, part in zip(self.layers, cache, strict=True)]
-        s = mx.tile(self.model.embed_tokens(ids), (1, 1, self._config.hc_count))
-        for layer, history, part in zip(self.layers, histories, cache, strict=True):
-            s = layer(s, history, part, self._experts, self._rows)
+        with self._whole(cache):
+            self._experts.begin(ids)
+            histories = [self._history(layer, ids, part) for layer, part in zip(self.layers, cache, strict=True)]
+            s = mx.tile(self.model.embed_tokens(ids), (1, 1, self._config.hc_count))
+            for layer, history, part in zip(self.layers, histories, cache, strict=True):
+                s = layer(s, history, part, self._experts, self._rows)
         return s
+
+    @contextlib.contextmanager
+    def _whole(self, cache: Sequence[LayerCache]) -> Iterator[None]:
+        """A pass that happens as a whole or, after an error or an interrupt, leaves cache and sources as they were."""
+        marks = [layer.mark() for layer in cache]
+        try:
+            yield
+        except BaseException:
+            for layer, mark in zip(cache, marks, strict=True):
+                layer.restore(mark)
+            self._experts.abort()
+            self._rows.abort()
+            raise
 
     def _history(self, layer: DecoderLayer, ids: mx.array, cache: LayerCache) -> mx.array | None:
         """The ids that a PLE layer's rows depend on, announced to the row source before the pass starts."""
@@ -207,6 +223,33 @@ class Model(nn.Module):
         """Close the window and drop its last ``count`` tokens."""
         self.commit(cache, cache[0].window - count)
 
+    def resize_experts(self, slots: int) -> None:
+        """Keep ``slots`` experts per layer in memory from now on, those used last; call it between requests.
+
+        Output stays the same. Raises ValueError where experts are not streamed, or so many do not fit; OSError when
+        one cannot be read.
+        """
+        self._experts.resize(slots)
+
+    @property
+    def experts_stats(self) -> Any:
+        """Counters of streaming since the model was loaded, a paging.statistics.ExpertStats; None without streaming."""
+        return self._experts.statistics()
+
+    def close(self) -> None:
+        """End the threads that read, close the files, give the experts' memory back. The model cannot be used after.
+
+        ``with`` does it at its end, and a model that is forgotten does it by itself.
+        """
+        self._experts.close()
+        self._rows.close()
+
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def head(self, s: mx.array) -> mx.array:
         """Streams [B, T, S * H] -> logits [B, T, V]."""
         return self.lm_head(self.model.hyper_connection_mixer(s))
@@ -225,9 +268,10 @@ class Model(nn.Module):
         if not self.has_mtp:
             raise ValueError("this checkpoint has no MTP layer")
         ids = self._check_ids(next_ids)
-        self._experts.begin(ids)
-        s = self.mtp.start(s, self.model.embed_tokens(ids))
-        s = self.mtp.layers[0](s, None, cache[0], self._experts, self._rows)
+        with self._whole(cache):
+            self._experts.begin(ids)
+            s = self.mtp.start(s, self.model.embed_tokens(ids))
+            s = self.mtp.layers[0](s, None, cache[0], self._experts, self._rows)
         return self.lm_head(self.mtp.hyper_connection_mixer(s)), s
 
     def _check_ids(self, ids: mx.array) -> mx.array:

@@ -6,7 +6,7 @@ The model does not know whether weights are resident or streamed. Only these two
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import mlx.core as mx
 
@@ -28,6 +28,18 @@ class ExpertSource(Protocol):
 
     def commit(self, accepted: int) -> None:
         """Of the last pass the first ``accepted`` tokens are kept; the rest was a rejected draft."""
+
+    def abort(self) -> None:
+        """The last pass ended with an error or an interrupt: nothing of it is kept, nothing is being read any more."""
+
+    def resize(self, slots: int) -> None:
+        """Keep another number of experts per layer in memory, between passes; raises ValueError where it cannot."""
+
+    def statistics(self) -> Any:
+        """Counters since the model was loaded (paging.statistics.ExpertStats); None where there is nothing to count."""
+
+    def close(self) -> None:
+        """End threads, close files, give memory back; no pass may follow."""
 
     def moe(self, layer: int, x: mx.array, logits: mx.array, shared: mx.array, phase: Phase = "decode") -> mx.array:
         """Route, run the experts, and add everything up.
@@ -66,3 +78,9 @@ class RowSource(Protocol):
         Returns:
             [B, T, ple_embed_dim]: per token the rows of all heads, joined.
         """
+
+    def abort(self) -> None:
+        """The pass ended with an error or an interrupt: ``rows`` will not follow."""
+
+    def close(self) -> None:
+        """End threads and close files; no pass may follow."""

@@ -1,0 +1,127 @@
+"""Reads from files that stay open: whole or an error that names the file and what was read. Knows no MLX.
+
+Python repeats reads that a signal interrupts; reads that come short go on where they stopped. A file that was changed
+or replaced since it was first seen is refused, since an index of the old one says nothing about the new one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+logger = logging.getLogger(__name__)
+
+
+class Direct(NamedTuple):
+    """How reads go past the page cache.
+
+    Attributes:
+        open: a path -> a descriptor, or an OSError where the file system cannot.
+        alignment: of offsets, lengths and addresses, in bytes; a power of two.
+        level: of the log, when a file has to be read through the page cache after all.
+    """
+
+    open: Callable[[Path], int]
+    alignment: int
+    level: int = logging.INFO
+
+
+class Files:
+    """Files opened when they are first read, and kept open until this is closed or forgotten; any thread may read."""
+
+    def __init__(self, direct: Direct | None = None) -> None:
+        """direct: None reads through the page cache."""
+        self._direct = direct
+        self._open: dict[tuple[Path, bool], int] = {}
+        self._seen: dict[Path, tuple[int, int, int, int]] = {}  # stays when files are closed
+        self._buffered: set[Path] = set()  # of which it was said that they are not read directly
+        self._lock = threading.Lock()
+        self._finalizer = weakref.finalize(self, _close, self._open)
+
+    def note(self, paths: Iterable[Path]) -> None:
+        """Remember files as they are now. Raises OSError, in one line, for one that is not there."""
+        for path in paths:
+            try:
+                self._seen.setdefault(path, _identity(os.stat(path)))
+            except OSError as error:
+                raise OSError(f"{path}: cannot be read ({error.strerror})") from None
+
+    def read(self, path: Path, offset: int, target: np.ndarray, what: str) -> None:
+        """Fill ``target``, contiguous uint8, from byte ``offset`` of a file on.
+
+        Raises OSError, in one line that names the file and ``what``, when it cannot be read, ends before, or is not
+        what it was.
+        """
+        view = memoryview(target)
+        done = 0
+        try:
+            descriptor = self._descriptor(path, self._is_direct(path, offset, target))
+            while done < len(view):
+                count = os.preadv(descriptor, [view[done:]], offset + done)
+                if not count:
+                    end = offset + done
+                    raise OSError(f"the file ends at byte {end}, {len(view) - done} bytes early")
+                done += count
+            if _identity(os.fstat(descriptor)) != self._seen[path]:
+                raise OSError("the file is not what it was when it was loaded; load it again")
+        except OSError as error:
+            raise OSError(f"{path}: {what} cannot be read ({error.strerror or error})") from None
+
+    def close(self) -> None:
+        """Close all; a later read opens again."""
+        with self._lock:
+            _close(self._open)
+
+    def _is_direct(self, path: Path, offset: int, target: np.ndarray) -> bool:
+        if self._direct is None or path in self._buffered:
+            return False
+        unit = self._direct.alignment
+        if target.nbytes % unit:  # the tail of a record
+            return False
+        if offset % unit or target.ctypes.data % unit:
+            self._say(path, f"its offsets or the memory for them are no multiples of {unit}")
+            return False
+        return True
+
+    def _say(self, path: Path, why: str) -> None:
+        with self._lock:
+            new = path not in self._buffered
+            self._buffered.add(path)
+        if new:
+            logger.log(self._direct.level, "%s: read through the page cache, since %s", path, why)
+
+    def _descriptor(self, path: Path, direct: bool) -> int:
+        """The open file; directly if asked and possible."""
+        if direct:
+            try:
+                return self._opened(path, True, self._direct.open)
+            except OSError as error:
+                self._say(path, f"its file system says: {error.strerror}")
+        return self._opened(path, False, _open_buffered)
+
+    def _opened(self, path: Path, direct: bool, open: Callable[[Path], int]) -> int:
+        with self._lock:
+            if (path, direct) not in self._open:
+                descriptor = self._open[path, direct] = open(path)
+                self._seen.setdefault(path, _identity(os.fstat(descriptor)))
+            return self._open[path, direct]
+
+
+def _open_buffered(path: Path) -> int:
+    return os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+
+
+def _identity(status: os.stat_result) -> tuple[int, int, int, int]:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _close(descriptors: dict[tuple[Path, bool], int]) -> None:
+    while descriptors:
+        os.close(descriptors.popitem()[1])

@@ -1,0 +1,165 @@
+"""Threads that run pieces of jobs, demanded jobs first. Knows no files and no MLX.
+
+A job is a few callables that belong together, as the reads of one record. It has ended when none of its pieces runs or
+will run any more; only then is the memory that they write to the caller's again.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+
+Piece = Callable[[], object]
+
+
+class Cancelled(Exception):
+    """The job was cancelled before all of its pieces had run."""
+
+
+class Job:
+    """Pieces under way; made by ``JobQueue.submit``."""
+
+    def __init__(self, pieces: Iterable[Piece]) -> None:
+        self._waiting = deque(pieces)
+        self._running = 0
+        self._error: Exception | None = None
+        self._ended = threading.Event()
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing of it runs or will run."""
+        return self._ended.is_set()
+
+    def wait(self) -> None:
+        """Until it has ended; raises the first error of a piece, or Cancelled."""
+        self._ended.wait()
+        if self._error is not None:
+            raise copy.copy(self._error)  # a traceback in the job's own would keep the caller's memory alive
+
+    # The rest is called with the queue's lock held.
+
+    def _take(self) -> Piece:
+        self._running += 1
+        return self._waiting.popleft()
+
+    def _finish(self, error: Exception | None) -> None:
+        self._running -= 1
+        if error is not None:
+            self._drop(error)
+        self._close_if_over()
+
+    def _drop(self, error: Exception) -> None:
+        """No further piece starts."""
+        self._waiting.clear()
+        self._error = self._error or error
+
+    def _close_if_over(self) -> None:
+        if not self._running and not self._waiting:
+            self._ended.set()
+
+
+class _State:
+    """What the threads share with the queue. They hold no reference to the queue, so that it can be forgotten."""
+
+    def __init__(self) -> None:
+        self.condition = threading.Condition()
+        self.demanded: deque[Job] = deque()
+        self.speculative: deque[Job] = deque()
+        self.threads: list[threading.Thread] = []
+        self.stopped = False
+
+    def next(self, demanded_only: bool) -> tuple[Job, Piece] | None:
+        """The next piece to run, waited for; None when the threads are to end."""
+        with self.condition:
+            while not self.stopped:
+                for jobs in (self.demanded, self.speculative)[: 1 if demanded_only else 2]:
+                    while jobs:
+                        if jobs[0]._waiting:
+                            return jobs[0], jobs[0]._take()
+                        jobs.popleft()
+                self.condition.wait()
+            return None
+
+    def stop(self) -> None:
+        """Drop what has not started, and end the threads; waits for what runs."""
+        with self.condition:
+            for job in (*self.demanded, *self.speculative):
+                if job._waiting:
+                    job._drop(Cancelled())
+                    job._close_if_over()
+            self.demanded.clear()
+            self.speculative.clear()
+            self.stopped = True
+            self.condition.notify_all()
+            threads, self.threads = self.threads, []
+        for thread in threads:
+            if thread is not threading.current_thread():  # a finalizer may run in any
+                thread.join()
+
+
+class JobQueue:
+    """Runs jobs with some threads, which start with the first job and end with ``stop`` or with the queue."""
+
+    def __init__(self, threads: int, name: str = "jobs") -> None:
+        """A quarter of the threads runs demanded jobs only, so that one of those seldom waits for another kind."""
+        self._count, self._name = threads, name
+        self._state = _State()
+        self._finalizer = weakref.finalize(self, _State.stop, self._state)
+
+    def submit(self, pieces: Iterable[Piece], demanded: bool = True) -> Job:
+        """Run the pieces of a new job, before or after all others: demanded ones in their order, then the rest."""
+        job, state = Job(pieces), self._state
+        with state.condition:
+            if not state.threads:
+                self._start()
+            (state.demanded if demanded else state.speculative).append(job)
+            job._close_if_over()
+            state.condition.notify_all()
+        return job
+
+    def promote(self, job: Job) -> None:
+        """A speculative job is demanded now."""
+        state = self._state
+        with state.condition:
+            if job in state.speculative:
+                state.speculative.remove(job)
+                state.demanded.append(job)
+                state.condition.notify_all()
+
+    def cancel(self, job: Job) -> None:
+        """No further piece of it starts; those that run end first."""
+        with self._state.condition:
+            if job._waiting:
+                job._drop(Cancelled())
+                job._close_if_over()
+
+    def stop(self) -> None:
+        """Drop what has not started, wait for what runs, end the threads. A later job starts them again."""
+        self._state.stop()
+
+    def _start(self) -> None:
+        state = self._state
+        state.stopped = False
+        for i in range(self._count):
+            state.threads.append(
+                threading.Thread(
+                    target=_work, args=(state, i < self._count // 4), name=f"{self._name}-{i}", daemon=True
+                )
+            )
+            state.threads[-1].start()
+
+
+def _work(state: _State, demanded_only: bool) -> None:
+    while (taken := state.next(demanded_only)) is not None:
+        job, piece = taken
+        error = None
+        try:
+            piece()
+        except Exception as failed:  # whatever it is, who waits for the job gets it
+            error = failed.with_traceback(None)
+        with state.condition:
+            job._finish(error)
+        del job, piece, taken, error  # memory that they refer to is the caller's now

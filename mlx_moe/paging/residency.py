@@ -1,0 +1,74 @@
+"""What the pager knows of one layer: slot words, places, reads under way, and graphs that read places.
+
+The row of slot words is NumPy's, and enters graphs as fresh arrays only. Invariant: an expert has a word in the row
+only while its place holds its whole record.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from custom_kernels.slots import NO_SLOT
+from mlx_moe.paging.arena import MAX_CHUNK_BYTES
+from mlx_moe.paging.policy import Counters, LayerPolicy
+from mlx_moe.paging.queue import Job
+
+
+class Room(NamedTuple):
+    """Memory for the arena: bytes in all, and of one chunk."""
+
+    budget_bytes: int
+    most_chunk_bytes: int = MAX_CHUNK_BYTES
+
+
+class Load(NamedTuple):
+    """A read under way into an expert's place, and the pass that started it."""
+
+    job: Job
+    number: int
+    ahead: bool
+
+
+class Readers(NamedTuple):
+    """Graphs that read places, and the pass that queued them."""
+
+    graphs: list[mx.array]
+    places: frozenset[int]
+    number: int
+
+
+class Layer:
+    """What is known about one layer's places."""
+
+    def __init__(self, experts: int, record_bytes: int, words: list[int], counters: Counters | None) -> None:
+        self.record_bytes = record_bytes
+        self.words = words  # of the places
+        self.row = np.full(experts, NO_SLOT, dtype=np.uint32)
+        self.absent = experts  # how many have no word in the row
+        self.policy = LayerPolicy(len(words), counters)
+        self.loads: dict[int, Load] = {}  # by expert
+        self.readers: list[Readers] = []
+        self.used: list[np.ndarray] = []  # ids [n, k] of the pass
+
+    def show(self, expert: int) -> None:
+        """The expert's whole record stands in its place."""
+        self.row[expert] = self.words[self.policy.place(expert)]
+        self.absent -= 1
+        self.policy.show(expert)
+
+    def hide(self, expert: int) -> None:
+        """The expert's place is another's now."""
+        self.row[expert] = NO_SLOT
+        self.absent += 1
+
+    def reset(self) -> None:
+        """After an interruption at any point: what is in the row and has a place stays, and nothing else."""
+        self.policy.keep(e for e in self.policy.experts if self.row[e] != NO_SLOT)
+        kept, row = self.policy.experts, self.row
+        self.row = np.full_like(row, NO_SLOT)
+        self.row[kept] = row[kept]
+        self.absent = self.row.size - len(kept)
+        self.used.clear()

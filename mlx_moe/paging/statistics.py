@@ -1,0 +1,61 @@
+"""What paging did: counters of hits, misses and reads. Knows no MLX."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ExpertStats:
+    """Counters since the model was loaded, or of one stretch of it.
+
+    Attributes:
+        slots: experts per layer that can stand in memory.
+        layer_hits, layer_misses: experts that a layer found in memory, and that it did not; each once per window of up
+            to 8 tokens or piece of a prompt. Layers whose experts are all in memory count nothing.
+        evictions: experts that had to leave memory.
+        ahead_useful, ahead_wasted, ahead_failed: experts read ahead and used, evicted unused, not readable.
+        bytes_read: of experts, from files, also those of the first fill.
+        demanded_wait_ms: time for which computing waited for reads.
+    """
+
+    slots: int
+    layer_hits: tuple[int, ...]
+    layer_misses: tuple[int, ...]
+    evictions: int
+    ahead_useful: int
+    ahead_wasted: int
+    ahead_failed: int
+    bytes_read: int
+    demanded_wait_ms: float
+
+    @property
+    def hits(self) -> int:
+        """Of all layers."""
+        return sum(self.layer_hits)
+
+    @property
+    def misses(self) -> int:
+        """Of all layers."""
+        return sum(self.layer_misses)
+
+    @property
+    def hit_rates(self) -> tuple[float | None, ...]:
+        """Per layer, hits / (hits + misses); None where neither was counted."""
+        pairs = zip(self.layer_hits, self.layer_misses, strict=True)
+        return tuple(hits / (hits + misses) if hits + misses else None for hits, misses in pairs)
+
+    def since(self, earlier: ExpertStats) -> ExpertStats:
+        """What was added after ``earlier``."""
+        changed = {}
+        for name in (field.name for field in fields(self) if field.name != "slots"):
+            now, then = getattr(self, name), getattr(earlier, name)
+            pairs = isinstance(now, tuple)
+            changed[name] = tuple(a - b for a, b in zip(now, then, strict=True)) if pairs else now - then
+        return ExpertStats(slots=self.slots, **changed)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain numbers and lists, for JSON: the counters, their sums and hit rates."""
+        plain = asdict(self) | {"hits": self.hits, "misses": self.misses, "layer_hit_rates": self.hit_rates}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in plain.items()}

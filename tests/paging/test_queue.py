@@ -1,0 +1,151 @@
+"""Jobs and their threads: what is demanded goes first, errors reach who waits, nothing is left behind."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+import weakref
+
+import pytest
+
+from mlx_moe.paging.queue import Cancelled, JobQueue
+
+
+class Gate:
+    """A piece that runs until it is opened."""
+
+    def __init__(self):
+        self.started, self.open = threading.Event(), threading.Event()
+
+    def __call__(self) -> None:
+        self.started.set()
+        assert self.open.wait(10)
+
+
+@pytest.fixture
+def queue():
+    queue = JobQueue(1, "queue")
+    yield queue
+    queue.stop()
+    assert not threads()
+
+
+def threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("queue")]
+
+
+def blocked(queue: JobQueue) -> Gate:
+    """The queue's only thread is busy."""
+    gate = Gate()
+    queue.submit([gate])
+    assert gate.started.wait(10)
+    return gate
+
+
+def test_demanded_jobs_go_first(queue):
+    done, gate = [], blocked(queue)
+    late = [queue.submit([lambda i=i: done.append(i)], demanded=False) for i in (1, 2, 3)]
+    first = [queue.submit([lambda i=i: done.append(i)]) for i in (4, 5)]
+    queue.promote(late[2])
+    queue.promote(first[0])
+    gate.open.set()
+    for job in (*late, *first):
+        job.wait()
+    assert done == [4, 5, 3, 1, 2]
+
+
+def test_cancelled_jobs_do_not_start(queue):
+    done, gate = [], blocked(queue)
+    job = queue.submit([lambda: done.append(1)], demanded=False)
+    queue.cancel(job)
+    assert job.ended
+    with pytest.raises(Cancelled):
+        job.wait()
+    gate.open.set()
+    queue.submit([lambda: done.append(2)]).wait()
+    assert done == [2]
+
+
+def test_a_job_that_runs_ends_before_its_cancellation(queue):
+    """Its memory is the caller's only then."""
+    done, gate = [], Gate()
+    job = queue.submit([gate, lambda: done.append(1)])
+    assert gate.started.wait(10)
+    queue.cancel(job)
+    assert not job.ended
+    gate.open.set()
+    with pytest.raises(Cancelled):
+        job.wait()
+    assert not done
+
+
+def test_the_first_error_reaches_everyone_who_waits(queue):
+    def fail():
+        raise OSError("bad sector")
+
+    done = []
+    job = queue.submit([fail, lambda: done.append(1)])
+    for _ in range(2):
+        with pytest.raises(OSError, match="bad sector"):
+            job.wait()
+    assert not done
+    queue.submit([lambda: done.append(2)]).wait()
+    assert done == [2], "the thread goes on"
+
+
+def test_jobs_without_pieces_have_ended(queue):
+    queue.submit([]).wait()
+
+
+def test_stopping_drops_what_waits_and_a_later_job_starts_anew(queue):
+    done, gate = [], blocked(queue)
+    job = queue.submit([lambda: done.append(1)])
+    threading.Timer(0.05, gate.open.set).start()
+    queue.stop()
+    assert job.ended and not done and not threads()
+    queue.submit([lambda: done.append(2)]).wait()
+    assert done == [2]
+
+
+def test_a_share_of_the_threads_waits_for_demanded_jobs():
+    queue, gates = JobQueue(4, "queue"), [Gate() for _ in range(4)]
+    jobs = [queue.submit([gate], demanded=False) for gate in gates]
+    assert all(gate.started.wait(10) for gate in gates[:3]) and not gates[3].started.wait(0.05)
+    queue.submit([lambda: None]).wait()
+    for gate in gates:
+        gate.open.set()
+    for job in jobs:
+        job.wait()
+    queue.stop()
+
+
+def test_a_forgotten_queue_ends_its_threads():
+    queue = JobQueue(3, "queue")
+    queue.submit([lambda: None]).wait()
+    assert len(threads()) == 3
+    del queue
+    gc.collect()
+    assert not threads()
+
+
+def test_pieces_are_forgotten_once_they_have_run(queue):
+    """What they refer to may be large."""
+
+    class Memory:
+        pass
+
+    memory = Memory()
+    alive = threading.Event()
+    weakref.finalize(memory, alive.set)
+    queue.submit([lambda memory=memory: None]).wait()
+    del memory
+    queue.submit([lambda: None]).wait()
+    gc.collect()
+    assert alive.is_set()
+
+
+def test_the_queue_loads_no_mlx():
+    code = "import sys, mlx_moe.paging.queue; assert not {'mlx.core', 'numpy'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", code], check=True)
