@@ -11,6 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from checkpoints import fuse_experts, random_weights, tiny_config, with_prefix, write
+from mlx_moe.runtime import load_model, quantize_model, save_model
 
 WIDE = {
     "hidden_size": 256,
@@ -89,3 +90,10 @@ def name_fp8(path: Path) -> None:
 def contents(folder: Path) -> dict[str, bytes]:
     """Every file of a folder."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def write_quantized(folder: Path, raw: dict[str, Any], source: Path) -> Path:
+    """A checkpoint of random weights (made in ``source``) as ``mx.quantize`` packs it."""
+    model, config = load_model(write(source, raw, random_weights(raw), mx.bfloat16), dtype=mx.bfloat16)
+    save_model(folder, quantize_model(model, bits=4, group_size=32), config)
+    return folder

@@ -35,7 +35,7 @@ from mlx_moe.formats.safetensors import FileFormatError
 from mlx_moe.models.qwen4_exp.gguf_names import Packed, is_streamed, recipes
 from mlx_moe.models.qwen4_exp.sanitize import sanitize
 from mlx_moe.paging.index import ExpertIndex, RowIndex
-from packs import LAYOUTS, contents, wide_config, write_layout
+from packs import LAYOUTS, contents, wide_config, write_layout, write_quantized
 
 ERRORS = {"IQ2_XXS": 0.37, "IQ2_XS": 0.33, "IQ2_S": 0.28, "IQ3_XXS": 0.20, "Q2_0": 0.37, "IQ4_NL": 0.09, "Q8_0": 0.01,
           "BF16": 0.003}  # fmt: skip
@@ -393,7 +393,7 @@ def test_other_sources(tmp_path):
     with pytest.raises(FileFormatError, match="is a pack already"):
         open_source(convert(source, tmp_path / "pack").folder)
     with pytest.raises(FileFormatError, match=r"mx\.quantize"):
-        open_source(runtime.DEMO)
+        open_source(write_quantized(tmp_path / "packed", wide_config(), tmp_path / "plain"))
     raw = tiny_config(ple_layer_ids=[1, 3], ple_embed_dim=96)
     with pytest.raises(ConfigError, match="one n-gram table"):
         open_source(write(tmp_path / "two", raw, random_weights(raw)))

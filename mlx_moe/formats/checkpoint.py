@@ -45,7 +45,7 @@ def read_checkpoint(folder: str | Path) -> Checkpoint:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The weight files of a folder: those that its index names, else all. Raises FileFormatError when one is missing."""
+    """The weight files of a folder: those that its index names, else all; FileFormatError when one is missing."""
     index = folder / INDEX
     if index.exists():
         try:

@@ -19,7 +19,7 @@ from mlx_moe.description import describe
 from mlx_moe.formats.gguf import open_gguf
 from mlx_moe.formats.gguf_model import expert_index, model_config
 from mlx_moe.paging.sizes import sparse_cache_bytes
-from packs import wide_config, write_layout
+from packs import wide_config, write_layout, write_quantized
 from real_geometry import real_config, write_real
 
 REPO = "org/real"
@@ -166,8 +166,9 @@ def test_kinds_of_models(plan, numbers, tiny, tmp_path, capsys):
     assert numbers("--model", folder)["slots"] == 5
 
 
-def test_no_experts_on_disk_where_they_do_not_stream(plan):
-    status, out, _ = plan("--memory", "600MB")
+def test_no_experts_on_disk_where_they_do_not_stream(plan, tmp_path):
+    folder = write_quantized(tmp_path / "packed", wide_config(), tmp_path / "plain")
+    status, out, _ = plan("--model", folder, "--memory", "400MB")
     assert status == 1 and "do not stream" in out and "mlx-moe convert" in out
 
 
