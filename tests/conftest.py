@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from pathlib import Path
 
@@ -13,6 +14,31 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 ORACLE = ROOT.parent / "shared" / "data" / "oracle"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--soak-seconds", type=float, default=1200, help="of tests marked soak (default: 1200)")
+    seed = random.randrange(1 << 16)
+    parser.addoption("--sample-seed", type=int, default=seed, help="which cases of ``sample`` the fast tier takes")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    """So that a failure can be repeated."""
+    return f"cases sampled with --sample-seed {config.getoption('--sample-seed')}"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of tests marked ``sample(n)`` n cases drawn at random stay in the fast tier; the others move to the full one."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sample"):
+            cases.setdefault(item.nodeid.split("[")[0], []).append(item)
+    for name, group in cases.items():
+        (count,) = group[0].get_closest_marker("sample").args
+        rng = random.Random(f"{name} {config.getoption('--sample-seed')}")
+        for item in rng.sample(group, max(0, len(group) - count)):
+            item.add_marker(pytest.mark.full)
 
 
 @pytest.fixture(scope="session")

@@ -320,6 +320,7 @@ def test_a_broken_kernel_falls_back_and_the_text_stays(simulated_gpu, monkeypatc
     assert dispatch.choose(op).backend == "reference"
 
 
+@pytest.mark.full
 def test_without_the_check_the_broken_kernel_would_write_another_text(
     simulated_gpu, monkeypatch, folder, reference_text
 ):

@@ -38,6 +38,7 @@ def golden(tmp_path_factory):
     return get
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("piece", [1, 7, 64, 10_000])
 def test_oracle_logits(oracle, piece):
     model, _ = load_model(oracle / "hf", dtype=mx.float32)
@@ -64,6 +65,7 @@ def test_oracle_greedy(oracle):
     assert got == want
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", checkpoints.SHAPES)
 @pytest.mark.parametrize("piece", [1, 13, 10_000])
 def test_golden_logits(golden, name, piece):
@@ -81,6 +83,7 @@ def test_golden_greedy(golden, name):
     assert got == want
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", checkpoints.SHAPES)
 @pytest.mark.parametrize("piece", [1, 9, 10_000])
 def test_golden_mtp(golden, name, piece):
