@@ -27,6 +27,7 @@ _EXPORTS = {
     "generate_tokens": "mlx_moe.generation",
     "save_prompt_cache": "mlx_moe.formats.prompt_cache",
     "load_prompt_cache": "mlx_moe.formats.prompt_cache",
+    "MoceConfig": "mlx_moe.paging.moce",
 }
 
 __all__ = ["__version__", *_EXPORTS]

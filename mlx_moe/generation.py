@@ -10,7 +10,7 @@ import logging
 import operator
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -20,7 +20,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_moe.cache import LayerCache
 from mlx_moe.models.qwen4_exp import Model
+from mlx_moe.paging.waits import Waits
 from mlx_moe.platform import peak_memory_gb, wired_memory
+from mlx_moe.profiling import Profile, Profiler
 
 logger = logging.getLogger(__name__)
 
@@ -45,9 +47,10 @@ UNSUPPORTED = {
 
 @dataclass
 class Response(GenerationResponse):
-    """mlx-lm's; the last one of a text also says what paging took, for models of GGUF files and packs."""
+    """mlx-lm's; the last one of a text also says where its time went, and what paging took (GGUF files and packs)."""
 
     experts: Any = None  # paging.statistics.ExpertStats
+    profile: Profile | None = None
 
 
 @dataclass
@@ -59,6 +62,7 @@ class _Options:
     logits_processors: Sequence[LogitsProcessor] = ()
     prefill_step_size: int = 2048
     progress: Progress = lambda done, total: None
+    waits: Waits = field(default_factory=Waits)
 
     def __post_init__(self) -> None:
         if self.max_tokens == 0 or self.max_tokens < -1:
@@ -77,6 +81,7 @@ def generate_tokens(
     prompt_cache: Sequence[LayerCache] | None = None,
     prefill_step_size: int = 2048,
     prompt_progress_callback: Progress | None = None,
+    waits: Waits | None = None,
 ) -> Iterator[tuple[int, mx.array]]:
     """Token ids after a prompt of token ids, without stopping at any of them.
 
@@ -88,6 +93,7 @@ def generate_tokens(
         prompt_cache: from ``model.make_cache()``; advanced in place by the prompt and every token yielded.
         prefill_step_size: prompt tokens per pass.
         prompt_progress_callback: called with (tokens done, total).
+        waits: counts for how long the loop waits for the device.
 
     Yields:
         (id, log probabilities [V]). The next token is under way when one is yielded. A generator belongs to the thread
@@ -102,6 +108,7 @@ def generate_tokens(
         logits_processors=logits_processors or (),
         prefill_step_size=prefill_step_size,
         progress=prompt_progress_callback or (lambda done, total: None),
+        waits=waits or Waits(),
     )
     ids = _check_prompt(prompt, model)
     cache = model.make_cache() if prompt_cache is None else prompt_cache
@@ -148,7 +155,8 @@ def _run(ids: mx.array, model: Model, cache: Sequence[LayerCache], options: _Opt
                 seen = mx.concatenate([seen, token.astype(seen.dtype)])
             upcoming = step(token)
             mx.async_eval(*upcoming)
-            value = token.item()
+            with options.waits.on_device():
+                value = token.item()
             if count == 0:
                 options.progress(total, total)
             yield value, logprobs
@@ -216,8 +224,9 @@ def stream_generate(
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
     ids = encode_prompt(tokenizer, prompt)
-    tokens = generate_tokens(ids, model, max_tokens=max_tokens, **kwargs)
-    return _responses(tokens, tokenizer, len(ids), max_tokens, _counting(model))
+    waits = Waits()
+    tokens = generate_tokens(ids, model, max_tokens=max_tokens, waits=waits, **kwargs)
+    return _responses(tokens, tokenizer, len(ids), max_tokens, _counting(model), Profiler(model, waits))
 
 
 def encode_prompt(tokenizer: TokenizerWrapper, prompt: str | Sequence[int] | mx.array) -> list[int]:
@@ -240,6 +249,7 @@ def _responses(
     prompt_tokens: int,
     max_tokens: int,
     experts: Callable[[], Any],
+    profiler: Profiler,
 ) -> Iterator[Response]:
     detokenizer = tokenizer.detokenizer
     started = time.perf_counter()
@@ -250,6 +260,7 @@ def _responses(
                 if count == 1:
                     prompt_tps = prompt_tokens / (time.perf_counter() - started)
                     started = time.perf_counter()
+                    profiler.start()
                 reason = None
                 if token in tokenizer.eos_token_ids:
                     reason = "stop"
@@ -270,6 +281,7 @@ def _responses(
                     peak_memory=peak_memory_gb(),
                     finish_reason=reason,
                     experts=experts() if reason else None,
+                    profile=profiler.profile(count - 1) if reason else None,
                 )
                 if reason:
                     return

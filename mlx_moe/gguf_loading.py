@@ -23,7 +23,7 @@ from mlx_moe.models.qwen4_exp.gguf_config import ARCHITECTURE, hash_constants
 from mlx_moe.models.qwen4_exp.gguf_names import Recipe, is_streamed, recipes
 from mlx_moe.paging.budget import Paging
 from mlx_moe.paging.index import ExpertIndex
-from mlx_moe.streaming import expert_source, row_source
+from mlx_moe.streaming import expert_source, plan_model, row_source
 from mlx_moe.weights import Origin, cast, check_hashes, expect_blocks, packed_modules, put
 
 logger = logging.getLogger(__name__)
@@ -35,12 +35,6 @@ class _Share:
 
     file: GgufFile
     recipes: Mapping[str, Recipe]
-
-    @property
-    def stored_bytes(self) -> int:
-        """Of these weights in the file."""
-        sources = {name for recipe in self.recipes.values() for name in recipe.sources}
-        return sum(self.file.place(name).size or 0 for name in sources)
 
 
 def is_gguf(source: Path) -> bool:
@@ -70,7 +64,7 @@ def load_gguf(
     Returns:
         The model and its configuration as a config.json would have it.
 
-    Raises FileFormatError, ConfigError, or ValueError when the experts do not fit into memory; each in one line.
+    Raises FileFormatError, ConfigError, or ValueError when it does not fit into memory; each in one line.
     """
     file = open_gguf(source)
     with _named(file):
@@ -79,9 +73,10 @@ def load_gguf(
         check_hashes(hash_constants(file.metadata, config), config)
     draft = _draft_file(file, config, mtp)
     shares = _shares(file, draft, config)
-    dense_bytes = sum(share.stored_bytes for share in shares)
-    experts = expert_source(file.paths[0], config, _index(file, draft, config), dense_bytes, paging or Paging())
-    rows = row_source(config, row_index(file, config), dtype, experts)
+    index, paging = _index(file, draft, config), paging or Paging()
+    plan = plan_model(source, config, dtype, mtp, paging)
+    experts = expert_source(index, plan, paging)
+    rows = row_source(config, row_index(file, config), dtype, experts, plan)
     model = Model(config, experts, rows, mtp=draft is not None, mtp_norm_per_stream=mtp_norm_per_stream)
     model.eval()
     _put_dense(model, shares, dtype)

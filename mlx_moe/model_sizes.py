@@ -27,7 +27,9 @@ _FLOAT32 = ("linear_attn.norm.weight", "A_log", "dt_bias")
 _EMBEDDING = "model.embed_tokens."
 
 
-def model_sizes(request: Request, item_bytes: int = 2, mtp: str | None = "auto") -> tuple[Description, ModelSizes]:
+def model_sizes(
+    request: Request, item_bytes: int = 2, mtp: str | Path | None = "auto"
+) -> tuple[Description, ModelSizes]:
     """Look at a model.
 
     Args:
@@ -40,6 +42,11 @@ def model_sizes(request: Request, item_bytes: int = 2, mtp: str | None = "auto")
     with _located(request) as path:
         found = describe(path)
         return found, _sizes(found, item_bytes, mtp)
+
+
+def local_sizes(path: Path, item_bytes: int = 2, mtp: str | Path | None = "auto") -> ModelSizes:
+    """Of a model that is on this machine; otherwise as ``model_sizes``."""
+    return _sizes(describe(path), item_bytes, mtp)
 
 
 @contextmanager
@@ -63,7 +70,7 @@ def _located(request: Request) -> Iterator[Path]:
             raise type(error)(re.sub(r"\S*mlx-moe-headers-[^/\s:]*", request.repo, str(error))) from None
 
 
-def _sizes(found: Description, item_bytes: int, mtp: str | None) -> ModelSizes:
+def _sizes(found: Description, item_bytes: int, mtp: str | Path | None) -> ModelSizes:
     config = found.config
     dense = {name: _in_memory(name, kind, size, item_bytes) for name, (kind, size) in found.dense.items()}
     trunk = {name: size for name, size in dense.items() if not name.startswith("mtp.")}
@@ -103,7 +110,7 @@ def _record_bytes(layer: Experts, config: ModelConfig) -> int:
     return sum(-(-length // PLACE_BYTES) * PLACE_BYTES for length in lengths[:2]) + lengths[2]
 
 
-def _draft(found: Description, item_bytes: int, mtp: str | None) -> tuple[int, tuple[int, ...]]:
+def _draft(found: Description, item_bytes: int, mtp: str | Path | None) -> tuple[int, tuple[int, ...]]:
     """Dense bytes and record of the draft layer that would be loaded; 0 and nothing without one."""
     if mtp is None:
         return 0, ()

@@ -15,7 +15,7 @@ from mlx_moe.models.qwen4_exp import sanitize as names
 from mlx_moe.models.qwen4_exp.gguf_names import Packed
 from mlx_moe.paging.budget import Paging
 from mlx_moe.paging.index import ExpertIndex
-from mlx_moe.streaming import expert_source, row_source
+from mlx_moe.streaming import expert_source, plan_model, row_source
 from mlx_moe.weights import Origin, cast, check_hashes, expect_blocks, expect_packing, packed_modules, put
 
 
@@ -39,16 +39,17 @@ def load_pack(
     Returns:
         The model and the contents of config.json.
 
-    Raises FileFormatError or ConfigError, or ValueError when the experts do not fit into memory; each in one line.
+    Raises FileFormatError or ConfigError, or ValueError when it does not fit into memory; each in one line.
     """
     pack = open_pack(folder)
     raw = {**pack.raw, **(overrides or {})}
     config = ModelConfig.from_dict(raw)
     draft = mtp and pack.has_mtp
     index = ExpertIndex(pack.experts.files, pack.experts.layers[: config.num_hidden_layers + draft])
-    dense_bytes = sum(info.stop - info.start for info in pack.dense_tensors.values())
-    experts = expert_source(pack.folder, config, index, dense_bytes, paging or Paging())
-    rows = row_source(config, pack.rows, dtype, experts)
+    paging = paging or Paging()
+    plan = plan_model(folder, config, dtype, "auto" if mtp else None, paging)
+    experts = expert_source(index, plan, paging)
+    rows = row_source(config, pack.rows, dtype, experts, plan)
     model = Model(config, experts, rows, mtp=draft, mtp_norm_per_stream=mtp_norm_per_stream)
     model.eval()
     _put_dense(model, pack, dtype, draft)

@@ -8,10 +8,12 @@ import os
 import platform
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import mlx.core as mx
 from mlx_lm.utils import maybe_set_recommended_wired_limit
@@ -92,9 +94,70 @@ def wait_us(waits: int = 48, repeats: int = 5) -> float:
     return statistics.median(times) / waits * 1e6
 
 
+class MemoryLimits:
+    """MLX's limits for one model's plan. Those of several models add up; the last to go brings the earlier ones back.
+
+    On macOS what the plans take is wired too, as far as Metal recommends.
+    """
+
+    _lock = threading.RLock()  # a finalizer may run while another limit is set
+    _held: ClassVar[dict[int, tuple[int, int]]] = {}  # (bytes in all, of the cache) by id of what holds them
+    _earlier: ClassVar[tuple[int, int, int | None] | None] = None
+
+    def __init__(self, beside_bytes: int, cache_bytes: int) -> None:
+        """beside_bytes: of MLX's memory, all but the arena. cache_bytes: that MLX may keep for further use."""
+        self._beside_bytes, self._cache_bytes = beside_bytes, cache_bytes
+
+    @classmethod
+    def are_set(cls) -> bool:
+        """Whether some model holds limits."""
+        return bool(cls._held)
+
+    def hold(self, arena_bytes: int) -> None:
+        """From now on, with an arena of this size."""
+        with self._lock:
+            self._held[id(self)] = self._beside_bytes + arena_bytes, self._cache_bytes
+            self._apply()
+
+    def release(self) -> None:
+        """The model takes nothing any more."""
+        with self._lock:
+            if self._held.pop(id(self), None) is not None:
+                self._apply()
+
+    @classmethod
+    def _apply(cls) -> None:
+        held = list(cls._held.values())
+        if held:
+            total = sum(memory for memory, _ in held)
+            found = _set_limits(total, max(cache for _, cache in held), _wired_limit(total))
+            cls._earlier = cls._earlier or found
+        elif cls._earlier is not None:
+            _set_limits(*cls._earlier)
+            cls._earlier = None
+
+
+def _set_limits(memory_bytes: int, cache_bytes: int, wired_bytes: int | None) -> tuple[int, int, int | None]:
+    """Returns what they were; wired_bytes None leaves that limit alone."""
+    wired = None if wired_bytes is None else mx.set_wired_limit(wired_bytes)
+    return mx.set_memory_limit(memory_bytes), mx.set_cache_limit(cache_bytes), wired
+
+
+def _wired_limit(memory_bytes: int) -> int | None:
+    if not mx.metal.is_available():
+        return None
+    return min(memory_bytes, device().working_set_bytes or memory_bytes)
+
+
 @contextlib.contextmanager
 def wired_memory() -> Iterator[None]:
-    """Keep the weights resident while generating (macOS); the earlier limit comes back afterwards."""
+    """Keep the weights resident while generating (macOS); the earlier limit comes back afterwards.
+
+    Where a model's plan holds limits, those stay.
+    """
+    if MemoryLimits.are_set():
+        yield
+        return
     earlier = maybe_set_recommended_wired_limit()
     try:
         yield

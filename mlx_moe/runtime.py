@@ -21,6 +21,7 @@ from mlx_moe.models.qwen4_exp import Model
 from mlx_moe.models.qwen4_exp import sanitize as names
 from mlx_moe.pack_loading import load_pack
 from mlx_moe.paging.budget import Paging
+from mlx_moe.paging.moce import MoceConfig
 from mlx_moe.paging.reader import THREADS
 from mlx_moe.paging.resident import ResidentExperts, ResidentRows
 from mlx_moe.verdicts import require_kernels
@@ -66,11 +67,13 @@ def load_model(
     io_threads: int = THREADS,
     read_ahead: bool = True,
     io: str | None = None,
+    moce: MoceConfig | None = None,
 ) -> tuple[Model, dict[str, Any]]:
     """Load a model without its tokenizer.
 
     Experts of GGUF files and packs that do not fit into memory stay in their files and are read when they are needed;
-    output does not depend on how many stand in memory. ``model.close()``, or ``with`` the model, ends the threads.
+    without ``moce`` output does not depend on how many stand in memory. ``model.close()``, or ``with`` the model, ends
+    the threads.
 
     Args:
         path: a model folder, a pack, a GGUF file, a folder of one GGUF model's shards, or a Hub repository; None is the
@@ -90,6 +93,8 @@ def load_model(
         io_threads: that read experts.
         read_ahead: read what the next layer will probably need.
         io: "direct" past the page cache, with a warning where that cannot be, or "buffered"; None is direct, quietly.
+        moce: of GGUF files and packs, prefer experts in memory (cache-aware routing); output then depends on how many
+            there are and on what was in memory before. None is the plain router.
 
     Returns:
         The model, evaluated and usable from any thread, and the raw contents of config.json.
@@ -106,13 +111,13 @@ def load_model(
         raise ValueError(f"{source}: {option} cannot be used with GGUF files and packs; leave it out")
     if not is_gguf(source) and mtp not in ("auto", None):
         raise ValueError(f"mtp is {mtp}, but the draft layer of a model folder is the folder's own; leave it out")
-    paging = Paging(memory, expert_slots, resident, io_threads, read_ahead, io)
+    paging = Paging(memory, expert_slots, resident, io_threads, read_ahead, io, moce)
     if is_gguf(source):
         model, raw = load_gguf(source, _packed_dtype(dtype), model_config, mtp, mtp_norm_per_stream, paging)
     elif packed:
         model, raw = load_pack(source, _packed_dtype(dtype), model_config, mtp is not None, mtp_norm_per_stream, paging)
-    elif memory is not None or expert_slots is not None:
-        option = "memory" if expert_slots is None else "expert_slots"
+    elif given := [name for name in ("memory", "expert_slots", "moce") if getattr(paging, name) is not None]:
+        option = given[-1]
         raise ValueError(f"{source}: {option} cannot be used with a model folder, whose experts are all in memory")
     else:
         raw = {**read_config(source), **(model_config or {})}

@@ -1,72 +1,86 @@
-"""The composition root of streaming: machine, reader, arena and sources meet, for GGUF files and packs alike."""
+"""The composition root of streaming: plan, reader, arena and sources meet, for GGUF files and packs alike."""
 
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
 
 from mlx_moe.config import ModelConfig
-from mlx_moe.paging.arena import arena_pages
+from mlx_moe.model_sizes import local_sizes
 from mlx_moe.paging.budget import Paging
 from mlx_moe.paging.experts import ArenaExperts
 from mlx_moe.paging.files import Direct
 from mlx_moe.paging.index import ExpertIndex, RowIndex
-from mlx_moe.paging.reader import ExpertReader
+from mlx_moe.paging.plan import Machine, MemoryPlan, plan_memory
+from mlx_moe.paging.reader import ExpertReader, can_be_direct
 from mlx_moe.paging.residency import Room
 from mlx_moe.paging.resident import ResidentRows
 from mlx_moe.paging.rows import FileRows
-from mlx_moe.platform import DIRECT_ALIGNMENT, device, max_buffer_bytes, open_direct
+from mlx_moe.platform import DIRECT_ALIGNMENT, MemoryLimits, device, max_buffer_bytes, open_direct
 
 logger = logging.getLogger(__name__)
 
 
-def expert_source(
-    source: Path, config: ModelConfig, index: ExpertIndex, dense_bytes: int, paging: Paging
-) -> ArenaExperts:
-    """Experts of a model in files, all or some of them in memory; not yet filled.
+def plan_model(
+    source: Path, config: ModelConfig, dtype: mx.Dtype, mtp: str | Path | None, paging: Paging
+) -> MemoryPlan:
+    """How much of a model in files will be in memory on this machine, as ``mlx-moe plan`` says.
 
     Args:
-        source: what messages call the model.
-        index: of every MoE layer, the draft layer's last.
-        dense_bytes: that the other weights take.
+        source: a GGUF file, a folder of its shards, or a pack.
+        config: what the model is built from.
+        dtype: that it computes in.
+        mtp: as for ``load_model``.
 
-    Raises ValueError, in one line, when the slots asked for do not fit into memory beside them.
+    Raises ValueError, in one line, when it does not fit.
     """
-    machine = device()
-    memory = machine.working_set_bytes or machine.memory_bytes
-    room = Room(paging.budget_bytes(memory, dense_bytes), max_buffer_bytes())
-    top_k, most = config.num_experts_per_tok, max(layer.experts for layer in index.layers)
-
-    def fits(slots: int) -> bool:
-        try:
-            arena_pages([(layer.record_bytes, min(slots, layer.experts)) for layer in index.layers], *room)
-        except ValueError:
-            return False
-        return True
-
+    machine, sizes = device(), replace(local_sizes(source, dtype.size, mtp), config=config)
     try:
-        slots = paging.slots(most, top_k, fits)
-        experts = ArenaExperts(config, index, slots, room, _reader(index, paging), paging.read_ahead)
+        wanted = paging.wanted(sizes, dtype.size)
+        plan = plan_memory(sizes, Machine(machine.memory_bytes, machine.working_set_bytes), wanted).require()
     except ValueError as error:
         raise ValueError(f"{source}: {error}; this machine has {machine.memory_bytes / 1e9:.1f} GB") from None
-    if slots < most:
-        logger.info("%s: %d of %d experts per layer in memory, the others stream", source, slots, most)
-    return experts
+    if plan.slots < config.num_experts:
+        logger.info(
+            "%s: %d of %d experts per layer in memory, the others stream", source, plan.slots, config.num_experts
+        )
+    return plan
+
+
+def expert_source(index: ExpertIndex, plan: MemoryPlan, paging: Paging) -> ArenaExperts:
+    """Experts of a model in files, as many in memory as the plan says; not yet filled.
+
+    MLX's limits follow the plan until the source is closed or forgotten.
+
+    Args:
+        index: of every MoE layer, the draft layer's last.
+    """
+    left = plan.ceiling_bytes - (plan.total_bytes - plan.arena_bytes)
+    limits = MemoryLimits(plan.gpu_bytes - plan.arena_bytes, plan.workspace_bytes)
+    room = Room(left, max_buffer_bytes())
+    reader = _reader(index, paging)
+    return ArenaExperts(plan.sizes.config, index, plan.slots, room, reader, paging.read_ahead, limits, paging.moce)
 
 
 def row_source(
-    config: ModelConfig, table: RowIndex | None, dtype: mx.Dtype, experts: ArenaExperts
+    config: ModelConfig, table: RowIndex | None, dtype: mx.Dtype, experts: ArenaExperts, plan: MemoryPlan
 ) -> FileRows | ResidentRows:
     """Rows of the n-gram table, read by the threads that read experts; in memory where the model has no table file."""
     if table is None:
         return ResidentRows(config)
-    return FileRows(config, table, dtype, experts.reader, early=experts.streams)
+    cache_bytes = plan.row_cache_bytes // 2  # their index takes as much
+    return FileRows(config, table, dtype, experts.reader, early=experts.streams, cache_bytes=cache_bytes)
 
 
 def _reader(index: ExpertIndex, paging: Paging) -> ExpertReader:
     if paging.io == "buffered":
         return ExpertReader(index, paging.io_threads)
     level = logging.INFO if paging.io is None else logging.WARNING
+    if not can_be_direct(index, DIRECT_ALIGNMENT):
+        why = f"since no read starts at a multiple of {DIRECT_ALIGNMENT} bytes and is one long"
+        logger.log(level, "%s: experts are read through the page cache, %s", index.files[0].parent, why)
+        return ExpertReader(index, paging.io_threads)
     return ExpertReader(index, paging.io_threads, Direct(open_direct, DIRECT_ALIGNMENT, level))

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import lzma
 import math
 import time
 from collections.abc import Iterator
@@ -22,20 +21,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from mlx_moe import load
-
-
-def documents(path: Path, limit: int | None) -> list[str]:
-    """The file's documents, cut to ``limit`` bytes in all."""
-    data = path.read_bytes()
-    data = lzma.decompress(data) if path.suffix == ".xz" else data
-    out, used = [], 0
-    for part in data.split(b"\0"):
-        part = part if limit is None else part[: max(0, limit - used)]
-        text = part.decode("utf-8", errors="ignore")
-        used += len(text.encode())
-        if text:
-            out.append(text)
-    return out
+from mlx_moe.documents import read_documents
 
 
 def windows(count: int, context: int, stride: int) -> Iterator[tuple[int, int, int]]:
@@ -71,7 +57,7 @@ def evaluate_file(model, tokenizer, path: Path, args: argparse.Namespace) -> dic
     """Figures of one file."""
     nats, right, drafts, tokens, size = 0.0, 0, 0, 0, 0
     started = time.perf_counter()
-    for text in documents(path, args.bytes):
+    for text in read_documents(path, args.bytes):
         ids = tokenizer.encode(text, add_special_tokens=False)
         part = evaluate(model, ids, tokenizer.eos_token_id, args.context, args.stride)
         nats, right, drafts = nats + part[0], right + part[1], drafts + part[2]

@@ -12,6 +12,7 @@ VERBS = {
     "cache-prompt": "process a prompt once and save its cache",
     "convert": "make a pack whose experts stream from disk",
     "imatrix": "collect importances from text, for convert",
+    "perplexity": "measure loss on text as decoding runs, and what cache-aware routing costs",
     "plan": "say what would be in memory and what to expect",
     "info": "say what a model's files hold and what they cost",
     "doctor": "check the kernels on this machine",

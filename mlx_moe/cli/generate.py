@@ -13,6 +13,8 @@ from mlx_moe.cli import options
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+    from mlx_moe.profiling import Profile
+
 INTERRUPTED = 130
 
 
@@ -25,6 +27,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     out.add_argument("--verbose", type=options.truth, default=True, help="T prints statistics, F the text alone")
     out.add_argument("--prompt-cache-file", help="continue a prompt that 'mlx-moe cache-prompt' saved")
     out.add_argument("--stats-json", metavar="FILE", help="write counts, rates, peak memory and streaming there")
+    out.add_argument("--profile", action="store_true", help="also say where a token's time went")
     options.add_template(out)
     options.add_sampling(out, temp=0.0, top_p=1.0, top_k=0)
     return out.parse_args(argv)
@@ -66,10 +69,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         status = INTERRUPTED
     print_closing_lines(last) if args.verbose else print()
+    profile = last.profile if args.profile and last is not None else None
+    if profile is not None:
+        print(profile)
     if session.inside_thinking(tokenizer, [*prompt, *ids]):
         print(_hint(args.max_tokens), file=sys.stderr)
     if args.stats_json:
-        _write_stats(Path(args.stats_json), last, model)
+        _write_stats(Path(args.stats_json), last, model, profile)
     return status
 
 
@@ -108,10 +114,11 @@ def _hint(max_tokens: int) -> str:
     )
 
 
-def _write_stats(path: Path, last: Any, model: Any) -> None:
+def _write_stats(path: Path, last: Any, model: Any, profile: Profile | None) -> None:
     from mlx_moe.formats.checkpoint import write_json
 
     names = ("prompt_tokens", "prompt_tps", "generation_tokens", "generation_tps", "peak_memory", "finish_reason")
     experts = getattr(last, "experts", None) or model.experts_stats  # of an interrupted text, since loading
     streaming = {} if experts is None else {"experts": experts.as_dict()}
-    write_json(path, {name: getattr(last, name, None) for name in names} | streaming)
+    times = {} if profile is None else {"profile": profile.as_dict()}
+    write_json(path, {name: getattr(last, name, None) for name in names} | streaming | times)

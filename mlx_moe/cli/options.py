@@ -7,9 +7,14 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from mlx_moe.paging.moce import MoceConfig
 
 DTYPES = ("float32", "bfloat16", "float16")
+EVERY = "none"
+"""As a rank: no limit."""
 _NO_IMAGES = "this runs the text model only"
 # Options of mlx-lm that cannot work here: (flag, number of values, reason). The keyword's reason is
 # mlx_moe.generation.UNSUPPORTED; it is looked up when the flag is met.
@@ -57,8 +62,8 @@ def plain_parser(verb: str, description: str) -> argparse.ArgumentParser:
     return _Parser(prog=f"mlx-moe {verb}", description=description, allow_abbrev=False)
 
 
-def parser(verb: str, description: str) -> argparse.ArgumentParser:
-    """A parser with the model options and the refused ones."""
+def parser(verb: str, description: str, prompts: bool = True) -> argparse.ArgumentParser:
+    """A parser with the model options and the refused ones. prompts: whether the verb runs any."""
     out = plain_parser(verb, description)
     out.add_argument("--model", help="model folder, GGUF file or Hub repository (default: the demonstration model)")
     out.add_argument(
@@ -70,8 +75,10 @@ def parser(verb: str, description: str) -> argparse.ArgumentParser:
     out.add_argument(
         "--dtype", choices=DTYPES, help="type to compute in (default: the file's, or float32 without a GPU)"
     )
-    out.add_argument("--prefill-step-size", type=int, default=2048, help="prompt tokens per pass (default: 2048)")
+    if prompts:
+        out.add_argument("--prefill-step-size", type=int, default=2048, help="prompt tokens per pass (default: 2048)")
     _add_paging(out)
+    _add_moce(out)
     for flag, keyword, reason in _REFUSED:
         out.add_argument(flag, action=_Refuse, keyword=keyword, reason=reason)
     return out
@@ -93,10 +100,40 @@ def _add_paging(out: argparse.ArgumentParser) -> None:
     out.add_argument("--io", choices=("direct", "buffered"), help="past the page cache or through it (default: direct)")
 
 
+def _add_moce(out: argparse.ArgumentParser) -> None:
+    """Cache-aware routing. Defaults are MoceConfig's, so absent ones are None."""
+    out.add_argument("--moce", action="store_true", help="prefer experts in memory while decoding; changes output")
+    out.add_argument("--moce-bonus", type=float, metavar="X", help="on their logits, 0 for none (default: 0.85)")
+    out.add_argument("--moce-keep-top", type=int, metavar="N", help="best experts taken as they are (default: 3)")
+    out.add_argument(
+        "--moce-max-rank", type=_rank, metavar="N", help="promote from the N best, or 'none' for all (default: 24)"
+    )
+
+
 def paging(args: argparse.Namespace) -> dict[str, Any]:
-    """Keywords of ``load`` for the options of paging that were given."""
+    """Keywords of ``load`` for the options of paging and of cache-aware routing that were given."""
     names = ("memory", "expert_slots", "resident", "io_threads", "read_ahead", "io")
-    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    settings = moce(args)
+    return given if settings is None else given | {"moce": settings}
+
+
+def moce(args: argparse.Namespace, measure: bool = False) -> MoceConfig | None:
+    """Cache-aware routing as asked for; None without --moce, which its settings need (ValueError).
+
+    measure: count divergences whether or not statistics are to be written.
+    """
+    from mlx_moe.paging.moce import MoceConfig
+
+    names = ("bonus", "keep_top", "max_rank")
+    given = {name: value for name in names if (value := getattr(args, f"moce_{name}")) is not None}
+    if not args.moce:
+        if given:
+            raise ValueError(f"--moce-{next(iter(given)).replace('_', '-')} needs --moce")
+        return None
+    if given.get("max_rank") == EVERY:
+        given["max_rank"] = None
+    return MoceConfig(**given, measure=measure or getattr(args, "stats_json", None) is not None)
 
 
 def add_sampling(out: argparse.ArgumentParser, temp: float | None, top_p: float | None, top_k: int | None) -> None:
@@ -138,6 +175,12 @@ def read_prompt(text: str) -> str:
 
 def _shown(value: Any) -> str:
     return "the model's" if value is None else str(value)
+
+
+def _rank(text: str) -> int | str:
+    if text != EVERY and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number or '{EVERY}'")
+    return text if text == EVERY else int(text)
 
 
 def _seed(text: str) -> int:

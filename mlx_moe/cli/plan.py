@@ -12,9 +12,8 @@ from mlx_moe.cli import options
 from mlx_moe.cli.plan_report import report
 from mlx_moe.machines import MACHINES, UNKNOWN
 from mlx_moe.paging.estimate import WAIT_US, Expectation, Speeds, expect
-from mlx_moe.paging.plan import Machine, MemoryPlan, Wanted, parse_bytes, plan_memory, remedies
+from mlx_moe.paging.plan import Machine, MemoryPlan, Wanted, default_context, parse_bytes, plan_memory, remedies
 
-_CONTEXT = 32768
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -29,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     item_bytes = _ITEM_BYTES[args.dtype]
     request = Request(args.model or _demonstration(), tuple(args.include), args.revision)
     found, sizes = model_sizes(request, item_bytes, None if args.mtp == "none" else args.mtp)
-    context = args.context or min(_CONTEXT, found.config.max_position_embeddings)
+    context = args.context or default_context(found.config)
     wanted = Wanted(
         args.memory, args.expert_slots, context, args.snapshots, args.prefill_step_size, item_bytes=item_bytes
     )
@@ -54,7 +53,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     out.add_argument("--dtype", choices=options.DTYPES, default="bfloat16", help="to compute in (default: bfloat16)")
     out.add_argument("--memory", type=_size, metavar="SIZE", help="ceiling of the process (default: as Metal advises)")
     out.add_argument("--expert-slots", type=_whole, metavar="N", help="experts per layer (default: as many as fit)")
-    out.add_argument("--context", type=_whole, metavar="N", help=f"tokens (default: {_CONTEXT}, or the model's most)")
+    context = f"tokens (default: {Wanted.context}, or the model's most)"
+    out.add_argument("--context", type=_whole, metavar="N", help=context)
     out.add_argument("--snapshots", type=int, default=1, metavar="N", help="of states, to go on from (default: 1)")
     out.add_argument("--prefill-step-size", type=_whole, default=2048, metavar="N", help="(default: 2048)")
     out.add_argument("--machine", choices=MACHINES, help="memory and speeds of a machine by name")

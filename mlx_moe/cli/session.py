@@ -19,12 +19,15 @@ from mlx_moe.models.qwen4_exp import Model
 from mlx_moe.runtime import model_folder
 
 
-def open_model(args: argparse.Namespace) -> tuple[Model, TokenizerWrapper, Path]:
-    """Model, tokenizer and folder for --model, --mtp, --dtype and the options of paging."""
+def open_model(args: argparse.Namespace, **changes: Any) -> tuple[Model, TokenizerWrapper, Path]:
+    """Model, tokenizer and folder for --model, --mtp, --dtype and the options of paging.
+
+    changes: keywords of ``load`` that replace those.
+    """
     source = model_folder(args.model)
     dtype = getattr(mx, args.dtype) if args.dtype else None
     mtp = None if args.mtp == "none" else args.mtp
-    model, tokenizer = load(source, dtype=dtype, mtp=mtp, **options.paging(args))
+    model, tokenizer = load(source, dtype=dtype, mtp=mtp, **options.paging(args) | changes)
     return model, tokenizer, source if source.is_dir() else source.parent
 
 

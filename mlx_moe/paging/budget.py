@@ -1,16 +1,15 @@
-"""How many experts per layer stand in memory: from what the user asks for and what the machine has. Knows no MLX."""
+"""What the user asks for: memory, experts in it, and how the others are read. Knows no MLX."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from mlx_moe.paging.plan import parse_bytes
+from mlx_moe.paging.moce import MoceConfig
+from mlx_moe.paging.plan import Wanted, default_context, parse_bytes
 from mlx_moe.paging.reader import THREADS
+from mlx_moe.paging.sizes import ModelSizes
 
 MIN_SLOTS = 1
-RESERVE_BYTES = 2 << 30
-"""Beside weights and experts: caches, states, unpacked matrices of a prompt, the system; at most an eighth of all."""
 IO = ("direct", "buffered")
 
 
@@ -25,6 +24,7 @@ class Paging:
         io_threads: that read.
         read_ahead: read what the next layer will probably need.
         io: "direct" goes past the page cache and says where it cannot, "buffered" never does; None is direct, quietly.
+        moce: prefer experts in memory in windows, which changes output; None is the plain router.
     """
 
     memory: str | int | None = None
@@ -33,6 +33,7 @@ class Paging:
     io_threads: int = THREADS
     read_ahead: bool = True
     io: str | None = None
+    moce: MoceConfig | None = None
 
     def __post_init__(self) -> None:
         if self.resident and self.expert_slots is not None:
@@ -41,38 +42,22 @@ class Paging:
             raise ValueError(f"expert_slots is {self.expert_slots}; allowed: {MIN_SLOTS} or more")
         if not 1 <= self.io_threads <= 256:
             raise ValueError(f"io_threads is {self.io_threads}; allowed: 1 to 256")
+        if not isinstance(self.moce, MoceConfig | None):
+            raise ValueError(f"moce is {self.moce!r}; needed: a MoceConfig, or None")
         if self.io not in (None, *IO):
             raise ValueError(f"io is {self.io!r}; allowed: {', '.join(IO)}")
         if self.memory is not None:
             self._ceiling_bytes()
 
-    def budget_bytes(self, machine_bytes: int, dense_bytes: int) -> int:
-        """What the arena may take beside dense weights of this size; negative when nothing is left."""
-        ceiling = machine_bytes if self.memory is None else min(self._ceiling_bytes(), machine_bytes)
-        return ceiling - dense_bytes - min(RESERVE_BYTES, ceiling // 8)
-
-    def slots(self, experts: int, top_k: int, fits: Callable[[int], bool]) -> int:
-        """Slots per layer of ``experts``.
-
-        Args:
-            fits: whether so many slots per layer fit into the budget.
-
-        Returns:
-            What was asked for, or as many as fit, at least ``top_k`` (the arena refuses those that do not fit).
-
-        Raises ValueError for fewer slots than ``top_k``.
-        """
-        if self.resident:
-            return experts
-        if self.expert_slots is not None:
-            if self.expert_slots < min(top_k, experts):
-                raise ValueError(f"expert_slots is {self.expert_slots}; allowed: at least {top_k}, as a token uses")
-            return min(self.expert_slots, experts)
-        low, high = min(top_k, experts), experts
-        while low < high:  # the most that fit
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle - 1)
-        return low
+    def wanted(self, sizes: ModelSizes, item_bytes: int) -> Wanted:
+        """What a plan is asked for; more slots than experts are as many as experts."""
+        slots = None if self.expert_slots is None else min(self.expert_slots, sizes.config.num_experts)
+        return Wanted(
+            memory_bytes=None if self.memory is None else self._ceiling_bytes(),
+            expert_slots=sizes.config.num_experts if self.resident else slots,
+            context=default_context(sizes.config),
+            item_bytes=item_bytes,
+        )
 
     def _ceiling_bytes(self) -> int:
         if isinstance(self.memory, str):

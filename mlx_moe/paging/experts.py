@@ -6,8 +6,10 @@ waited for is the pager's. A layer whose experts are all in memory waits for not
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -16,16 +18,18 @@ import mlx.nn as nn
 import numpy as np
 
 from custom_kernels.dequant_gemv import expert_combine, expert_dequantize, expert_down, expert_gate_up
-from custom_kernels.moce_route import moce_route, plain_route
+from custom_kernels.moce_route import plain_route
 from custom_kernels.slots import NO_SLOT
 from mlx_moe.config import ModelConfig
 from mlx_moe.models.layers import WINDOW, Linear, gather_mm
 from mlx_moe.paging.index import ExpertIndex
 from mlx_moe.paging.matrices import Matrices
+from mlx_moe.paging.moce import MoceConfig
 from mlx_moe.paging.pager import Pager
 from mlx_moe.paging.prompt import AHEAD_SHARE, PromptReads
 from mlx_moe.paging.reader import ExpertReader
-from mlx_moe.paging.residency import Room
+from mlx_moe.paging.residency import Limits, Room
+from mlx_moe.paging.routing import WindowRouter
 from mlx_moe.paging.statistics import ExpertStats
 
 WORKSPACE_BYTES = 256 << 20
@@ -58,6 +62,8 @@ class ArenaExperts:
         room: Room,
         reader: ExpertReader | None = None,
         read_ahead: bool = True,
+        limits: Limits | None = None,
+        moce: MoceConfig | None = None,
     ) -> None:
         """Allocate memory for ``slots`` experts of each layer; ``fill`` reads those of layers that have room for all.
 
@@ -67,16 +73,22 @@ class ArenaExperts:
             room: memory that the arena may take.
             reader: of the index; one with default settings if not given.
             read_ahead: read what the next layer will probably need while this one computes.
+            limits: of MLX's memory, which the arena's size moves.
+            moce: prefer experts in memory in windows, in layers that have more experts than slots.
 
-        Raises ValueError when they do not fit into memory.
+        Raises ValueError when they do not fit into memory, or a setting of moce does not suit the model.
         """
         self._top_k, self._normalize = config.num_experts_per_tok, config.norm_topk_prob
         self._trunk, self._read_ahead = config.num_hidden_layers, read_ahead
         self._layers = [Matrices.of(layer) for layer in index.layers]
         self._routers: list[Linear] = []
+        self._windows = WindowRouter(config, [layer.experts for layer in index.layers], moce)
         self.reader = reader or ExpertReader(index)
         self._pager = Pager(index, slots, room, self.reader)
-        self._closed = False
+        self._closed, self._limits = False, limits
+        if limits is not None:
+            limits.hold(self._pager.nbytes)
+            weakref.finalize(self, limits.release)
 
     @property
     def kernels(self) -> frozenset[tuple[str, str]]:
@@ -106,7 +118,7 @@ class ArenaExperts:
 
     def statistics(self) -> ExpertStats:
         """See ExpertSource."""
-        return self._pager.statistics()
+        return replace(self._pager.statistics(), **self._windows.counters())
 
     def resize(self, slots: int) -> None:
         """See ExpertSource."""
@@ -114,12 +126,16 @@ class ArenaExperts:
             raise ValueError(f"{slots} slots per layer; allowed: at least {self._top_k}, as a token uses")
         self._refuse_closed()
         self._pager.resize(slots)
+        if self._limits is not None:
+            self._limits.hold(self._pager.nbytes)
 
     def close(self) -> None:
         """See ExpertSource."""
         if not self._closed:
             self._closed = True
             self._pager.close()
+            if self._limits is not None:
+                self._limits.release()
 
     def bind(self, routers: Sequence[mx.array]) -> None:
         """See ExpertSource."""
@@ -159,15 +175,17 @@ class ArenaExperts:
 
     def _window(self, layer: int, x: mx.array, logits: mx.array, shared: mx.array) -> mx.array:
         """Up to 8 tokens."""
-        routing = moce_route(logits, self._pager.row(layer), self._top_k, normalize=self._normalize)
+        routing = self._windows.route(layer, logits, self._pager.row(layer))
         if self._pager.complete(layer):
             partials = self._partials(layer, x, routing.words)
             return expert_combine(partials, routing.weights, shared, x.dtype)
-        mx.async_eval(routing.ids)  # on their own, or they would be ready only when the rest is
-        soon = self._guess(layer + 1, x)
+        self._windows.queue(layer, logits, routing)  # on its own, or ids would be ready only when the rest is
+        soon = self._guess(layer + 1, x, self._windows.biased)
         partials = self._partials(layer, x, routing.words)
         mx.async_eval(shared, partials)
-        partials = self._with_missing(layer, x, np.array(routing.ids), partials, soon)
+        ids = self.reader.waits.values(routing.ids)
+        self._windows.count(layer, routing)
+        partials = self._with_missing(layer, x, ids, partials, soon)
         y = expert_combine(partials, routing.weights, shared, x.dtype)
         mx.async_eval(y)  # the device has work while the next layer is built
         return y
@@ -203,12 +221,18 @@ class ArenaExperts:
 
     # Read-ahead
 
-    def _guess(self, layer: int, x: mx.array) -> mx.array | None:
-        """Ids [T, k] that a layer will probably need, by its router on the input of the one before; under way."""
+    def _guess(self, layer: int, x: mx.array, biased: bool = False) -> mx.array | None:
+        """Ids [T, k] that a layer will probably need, by its router on the input of the one before; under way.
+
+        biased: prefer experts in memory, as the layer will.
+        """
         if not self._read_ahead or layer >= self._trunk or self._pager.complete(layer):
             return None
         logits = self._routers[layer](x[None])[0].astype(mx.float32)
-        ids = plain_route(logits, self._top_k, self._normalize)[0]
+        if biased:
+            ids = self._windows.route(layer, logits, self._pager.row(layer)).ids
+        else:
+            ids = plain_route(logits, self._top_k, self._normalize)[0]
         mx.async_eval(ids)
         return ids
 
@@ -216,7 +240,7 @@ class ArenaExperts:
         """Read what a window will probably need when nothing else is to be read."""
         if ids is not None:
             most = self._pager.slots(layer) // WINDOW_AHEAD_SHARE
-            self._pager.ahead(layer, np.array(ids).reshape(-1).tolist(), most)
+            self._pager.ahead(layer, self.reader.waits.values(ids).reshape(-1).tolist(), most)
 
     # Prompts
 
@@ -226,7 +250,7 @@ class ArenaExperts:
         mx.async_eval(ids)
         soon = self._guess(layer + 1, x)
         mx.async_eval(shared)  # on its own, or the ids would be ready only when this is
-        chosen = np.array(ids).reshape(-1)
+        chosen = self.reader.waits.values(ids).reshape(-1)
         order = np.argsort(chosen, kind="stable")
         groups = list(self._groups(layer, chosen[order], x.dtype))
         reads = PromptReads(self._pager, layer, [group.experts for group in groups], Counter(chosen.tolist()))
@@ -237,11 +261,12 @@ class ArenaExperts:
             parts.append(_through(rows[at], np.searchsorted(group.experts, chosen[order[at]]), *matrices))
             mx.async_eval(parts[-1])  # at most two groups are unpacked at any time
             if waiting is not None:
-                mx.eval(waiting)
+                with self.reader.waits.on_device():
+                    mx.eval(waiting)
             waiting = parts[-1]
         if soon is not None:
             most = self._pager.slots(layer + 1) // AHEAD_SHARE
-            self._pager.ahead(layer + 1, np.unique(np.array(soon)).tolist(), most)
+            self._pager.ahead(layer + 1, np.unique(self.reader.waits.values(soon)).tolist(), most)
         back = np.empty_like(order)
         back[order] = np.arange(order.size)
         return self._added(_joined(parts), mx.array(back.reshape(-1, self._top_k)), weights, shared)

@@ -10,7 +10,8 @@ Invariants, kept here:
   slot is written only after all of those that read it have been evaluated (``_retire``; asserted in ``_start``).
 * What a window uses stays until its commit, unless the window needs more than there is room for.
 * What stands where, and who is evicted, follows from the tokens, whatever the disk does: a record that was read ahead
-  serves a miss of the same pass, and stands in the row from the layer's next pass on (awaited there).
+  serves a miss of the same pass, and stands in the row from the layer's next pass on (awaited there). What is given
+  up leaves no trace, also if it was read already.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Pager:
         self._number = 0  # of the pass
         self._window = (0, 0)  # B, T of the pass
         self._bytes_read = self._ahead_failed = 0
-        self._waited_s = 0.0
+        self._waits = reader.waits
         reader.files.note(index.files)
         self._allocate(slots, [None] * len(index.layers))
 
@@ -115,7 +116,7 @@ class Pager:
         self._reader.queue.stop()
         for layer, entry in enumerate(self._layers):
             for expert in list(entry.loads):
-                self._end(layer, expert)
+                self._end(layer, expert, keep=False)
             entry.reset()
         self._window = (0, 0)
 
@@ -127,7 +128,8 @@ class Pager:
             and the second will be.
         """
         entry = self._layers[layer]
-        mx.eval([r.graphs for r in entry.readers if r.number < self._number])  # long done, since ids come after them
+        with self._waits.on_device():  # hardly, since ids come after them
+            mx.eval([r.graphs for r in entry.readers if r.number < self._number])
         entry.readers = [r for r in entry.readers if r.number == self._number]
         entry.used.append(ids)
         needed = list(dict.fromkeys(ids.reshape(-1).tolist()))
@@ -141,7 +143,7 @@ class Pager:
         self._settle(layer)
         for expert in [e for e in entry.loads if e not in wanted]:
             self._reader.queue.cancel(entry.loads[expert].job)
-            self._end(layer, expert)
+            self._end(layer, expert, keep=False)  # even if it was done, or the disk would decide
         entry.policy.use(experts, pin=False)
 
     def touch(self, layer: int, experts: Iterable[int]) -> None:
@@ -183,9 +185,7 @@ class Pager:
 
     def arrive(self, layer: int, experts: Iterable[int]) -> None:
         """Wait until these stand in memory. Raises OSError, naming file and expert, when one cannot be read."""
-        start = time.perf_counter()
         errors = [self._arrive(layer, expert) for expert in experts]
-        self._waited_s += time.perf_counter() - start
         for error in filter(None, errors):
             raise error
 
@@ -267,7 +267,8 @@ class Pager:
             ahead_wasted=sum(c.ahead_wasted for c in counters),
             ahead_failed=self._ahead_failed,
             bytes_read=self._bytes_read,
-            demanded_wait_ms=self._waited_s * 1e3,
+            demanded_wait_ms=self._waits.disk_s * 1e3,
+            device_wait_ms=self._waits.device_s * 1e3,
         )
 
     def _records(self, slots: int) -> list[tuple[int, int]]:
@@ -291,7 +292,8 @@ class Pager:
         for admission in admitted:
             if admission.evicted is not None:
                 entry.hide(admission.evicted)
-        mx.eval([r.graphs for r in entry.readers if r.places & places])
+        with self._waits.on_device():
+            mx.eval([r.graphs for r in entry.readers if r.places & places])
         entry.readers = [r for r in entry.readers if not r.places & places]
         for admission in admitted:
             assert entry.row[admission.expert] == NO_SLOT and admission.expert not in entry.loads
@@ -314,22 +316,23 @@ class Pager:
         self.fetch(layer, [expert])
         return self._end(layer, expert)
 
-    def _end(self, layer: int, expert: int) -> OSError | None:
+    def _end(self, layer: int, expert: int, keep: bool = True) -> OSError | None:
         """Wait for a read: the expert stands in the row, or its place is free again and the error is returned."""
         entry = self._layers[layer]
         load, error, done = entry.loads[expert], None, False
         try:
-            load.job.wait()
+            with self._waits.on_disk():
+                load.job.wait()
             done = True
         except Cancelled:
             pass
         except OSError as failed:
             error = failed
-        if done:
+        del entry.loads[expert]  # first, so that after an interrupt below nobody ends it again
+        if done and keep:
             entry.show(expert)
             self._bytes_read += entry.record_bytes
         else:
             entry.policy.forget(expert)
             self._ahead_failed += load.ahead and error is not None
-        del entry.loads[expert]
         return error

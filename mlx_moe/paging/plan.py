@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-from mlx_moe.config import LINEAR
+from mlx_moe.config import LINEAR, ModelConfig
 from mlx_moe.paging.sizes import ModelSizes, sparse_cache_bytes, state_bytes, workspace_bytes
 
 GPU_SHARE = 0.75
@@ -19,7 +19,7 @@ SYSTEM_SHARE, SYSTEM_BYTES = 1 / 8, 3 * 10**9
 PROCESS_BYTES = 400 << 20
 """Python with its libraries (270 MB seen) and a tokenizer of 250,000 entries; not the GPU's."""
 ROW_CACHE_BYTES = 64 << 20
-"""Rows of the n-gram table that are kept; not the GPU's."""
+"""Rows of the n-gram table that are kept, and their index; not the GPU's."""
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
 
@@ -137,6 +137,11 @@ class MemoryPlan:
                 f" {self.wanted.context}, {_gb(self.ceiling_bytes)} may be used; see mlx-moe plan for what would help"
             )
         return self
+
+
+def default_context(config: ModelConfig) -> int:
+    """Tokens to plan for when the user names no number."""
+    return min(Wanted.context, config.max_position_embeddings)
 
 
 def plan_memory(sizes: ModelSizes, machine: Machine, wanted: Wanted) -> MemoryPlan:

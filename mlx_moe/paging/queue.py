@@ -68,13 +68,23 @@ class _State:
         self.condition = threading.Condition()
         self.demanded: deque[Job] = deque()
         self.speculative: deque[Job] = deque()
-        self.threads: list[threading.Thread] = []
-        self.stopped = False
+        self.threads: list[threading.Thread] = []  # that were started; one whose start was interrupted enters itself
+        self.started = False
+        self.generation = 0  # threads of an earlier one end
 
-    def next(self, demanded_only: bool) -> tuple[Job, Piece] | None:
-        """The next piece to run, waited for; None when the threads are to end."""
+    def enter(self, generation: int) -> bool:
+        """The calling thread is one of those that run; False when it comes too late."""
         with self.condition:
-            while not self.stopped:
+            if self.generation != generation:
+                return False
+            if threading.current_thread() not in self.threads:
+                self.threads.append(threading.current_thread())
+            return True
+
+    def next(self, generation: int, demanded_only: bool) -> tuple[Job, Piece] | None:
+        """The next piece to run, waited for; None when threads of this generation are to end."""
+        with self.condition:
+            while self.generation == generation:
                 for jobs in (self.demanded, self.speculative)[: 1 if demanded_only else 2]:
                     while jobs:
                         if jobs[0]._waiting:
@@ -92,12 +102,19 @@ class _State:
                     job._close_if_over()
             self.demanded.clear()
             self.speculative.clear()
-            self.stopped = True
-            self.condition.notify_all()
-            threads, self.threads = self.threads, []
-        for thread in threads:
+            self.end()
+        for thread in list(self.threads):
             if thread is not threading.current_thread():  # a finalizer may run in any
                 thread.join()
+            with self.condition:
+                if thread in self.threads:
+                    self.threads.remove(thread)
+
+    def end(self) -> None:
+        """Threads end when they have run what they run. With the lock held."""
+        self.started = False
+        self.generation += 1
+        self.condition.notify_all()
 
 
 class JobQueue:
@@ -113,7 +130,7 @@ class JobQueue:
         """Run the pieces of a new job, before or after all others: demanded ones in their order, then the rest."""
         job, state = Job(pieces), self._state
         with state.condition:
-            if not state.threads:
+            if not state.started:
                 self._start()
             (state.demanded if demanded else state.speculative).append(job)
             job._close_if_over()
@@ -142,18 +159,22 @@ class JobQueue:
 
     def _start(self) -> None:
         state = self._state
-        state.stopped = False
-        for i in range(self._count):
-            state.threads.append(
-                threading.Thread(
-                    target=_work, args=(state, i < self._count // 4), name=f"{self._name}-{i}", daemon=True
-                )
-            )
-            state.threads[-1].start()
+        state.started = True
+        try:
+            for i in range(self._count):
+                arguments = state, state.generation, i < self._count // 4
+                thread = threading.Thread(target=_work, args=arguments, name=f"{self._name}-{i}", daemon=True)
+                thread.start()
+                state.threads.append(thread)
+        except BaseException:  # an interrupt, or no more threads: those that run end
+            state.end()
+            raise
 
 
-def _work(state: _State, demanded_only: bool) -> None:
-    while (taken := state.next(demanded_only)) is not None:
+def _work(state: _State, generation: int, demanded_only: bool) -> None:
+    if not state.enter(generation):
+        return
+    while (taken := state.next(generation, demanded_only)) is not None:
         job, piece = taken
         error = None
         try:

@@ -15,8 +15,9 @@ import numpy as np
 from mlx_moe.paging.files import Direct, Files
 from mlx_moe.paging.index import ExpertIndex
 from mlx_moe.paging.queue import Job, JobQueue, Piece
+from mlx_moe.paging.waits import Waits
 
-__all__ = ["PIECE_BYTES", "THREADS", "Direct", "ExpertReader", "Files", "Fill"]
+__all__ = ["PIECE_BYTES", "THREADS", "Direct", "ExpertReader", "Files", "Fill", "can_be_direct"]
 
 THREADS = 8
 PIECE_BYTES = 512 << 10
@@ -31,6 +32,16 @@ class Fill(NamedTuple):
     target: np.ndarray
 
 
+def can_be_direct(index: ExpertIndex, alignment: int) -> bool:
+    """Whether any read of the index starts at a multiple of ``alignment`` in its file and is one long."""
+    return any(
+        part.offset % alignment == 0 and (part.length >= PIECE_BYTES or part.length % alignment == 0)
+        for layer, entry in enumerate(index.layers)
+        for expert in range(entry.experts)
+        for part in index.reads(layer, expert)
+    )
+
+
 class ExpertReader:
     """Reads experts by layer and number, as an index says where they are.
 
@@ -41,6 +52,7 @@ class ExpertReader:
         """direct: see Files."""
         self._index, self._threads, self.files = index, threads, Files(direct)
         self.queue = JobQueue(threads, "experts")
+        self.waits = Waits()  # of who computes with what is read
 
     def read(self, layer: int, expert: int, target: np.ndarray) -> None:
         """Put one expert's record into ``target``, uint8 [record_bytes]; raises OSError naming file and expert."""

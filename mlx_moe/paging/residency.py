@@ -6,7 +6,7 @@ only while its place holds its whole record.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -22,6 +22,16 @@ class Room(NamedTuple):
 
     budget_bytes: int
     most_chunk_bytes: int = MAX_CHUNK_BYTES
+
+
+class Limits(Protocol):
+    """What is told how much memory the arena takes."""
+
+    def hold(self, arena_bytes: int) -> None:
+        """From now on."""
+
+    def release(self) -> None:
+        """None any more; may be called again."""
 
 
 class Load(NamedTuple):

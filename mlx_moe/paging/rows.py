@@ -113,7 +113,8 @@ class FileRows:
         reads, self._reads = self._reads, None
         if reads is None or reads.history is not history:
             reads = self._start(history, count)
-        reads.job.wait()
+        with self._reader.waits.on_disk():
+            reads.job.wait()
         self._cache.put(reads.needed[reads.absent], reads.rows[reads.absent])
         blocks = mx.array(reads.rows)
         rows = block_dequantize(blocks[mx.array(reads.places)], self._format, self._dtype)
@@ -131,7 +132,7 @@ class FileRows:
         self._reader.close()
 
     def _start(self, history: mx.array, count: int) -> _Reads:
-        ids = np.array(self._hash.row_ids(history, count))
+        ids = self._reader.waits.values(self._hash.row_ids(history, count))
         needed, places = np.unique(ids, return_inverse=True)
         rows = np.empty((needed.size, self._table.row_bytes), dtype=np.uint8)
         absent = self._cache.take(needed, rows)

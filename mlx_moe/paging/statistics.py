@@ -17,7 +17,13 @@ class ExpertStats:
         evictions: experts that had to leave memory.
         ahead_useful, ahead_wasted, ahead_failed: experts read ahead and used, evicted unused, not readable.
         bytes_read: of experts, from files, also those of the first fill.
-        demanded_wait_ms: time for which computing waited for reads.
+        demanded_wait_ms: time for which computing waited for reads, of rows of the n-gram table too.
+        device_wait_ms: time for which it waited for the device.
+        layer_picks, layer_substituted: experts that tokens of windows chose in layers that stream, and those of them
+            that are not among the token's true best, since cache-aware routing preferred them. Each of these is in
+            memory in place of one that is not: at the residency of its moment, a hit gained.
+        layer_kl: nats by which the used mixtures are further from the router's distribution than the true ones, summed
+            over tokens (paging.routing.divergence); zeros unless measured.
     """
 
     slots: int
@@ -29,6 +35,10 @@ class ExpertStats:
     ahead_failed: int
     bytes_read: int
     demanded_wait_ms: float
+    device_wait_ms: float
+    layer_picks: tuple[int, ...] = ()
+    layer_substituted: tuple[int, ...] = ()
+    layer_kl: tuple[float, ...] = ()
 
     @property
     def hits(self) -> int:
@@ -46,6 +56,23 @@ class ExpertStats:
         pairs = zip(self.layer_hits, self.layer_misses, strict=True)
         return tuple(hits / (hits + misses) if hits + misses else None for hits, misses in pairs)
 
+    @property
+    def substituted(self) -> int:
+        """Of all layers."""
+        return sum(self.layer_substituted)
+
+    @property
+    def agreements(self) -> tuple[float | None, ...]:
+        """Per layer, the share of picks that are among the true best; None where none was counted."""
+        pairs = zip(self.layer_picks, self.layer_substituted, strict=True)
+        return tuple(1 - substituted / picks if picks else None for picks, substituted in pairs)
+
+    @property
+    def agreement(self) -> float | None:
+        """Of all layers."""
+        picks = sum(self.layer_picks)
+        return 1 - self.substituted / picks if picks else None
+
     def since(self, earlier: ExpertStats) -> ExpertStats:
         """What was added after ``earlier``."""
         changed = {}
@@ -58,4 +85,6 @@ class ExpertStats:
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers and lists, for JSON: the counters, their sums and hit rates."""
         plain = asdict(self) | {"hits": self.hits, "misses": self.misses, "layer_hit_rates": self.hit_rates}
+        plain |= {"picks": sum(self.layer_picks), "substituted": self.substituted, "kl": sum(self.layer_kl)}
+        plain |= {"agreement": self.agreement, "layer_agreements": self.agreements}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in plain.items()}

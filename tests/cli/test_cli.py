@@ -9,7 +9,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,14 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import mlx_moe
 from checkpoints import random_weights, write
-from mlx_moe import load, runtime
+from mlx_moe import MoceConfig, load, runtime, streaming
 from mlx_moe.cli import VERBS, main, options, session
 from mlx_moe.cli.chat import HELP, Conversation
 from mlx_moe.sampling import ANSWERING, THINKING, Sampling, chat_sampling
-from paging.streamed import write_model
+from paging.streamed import ceiling, write_model
 from tiny_tokenizer import END_THINK, TEMPLATE, THINK, save_tokenizer, short_config
 
-OWN_TESTS = ("doctor", "download", "convert", "imatrix", "info", "plan")
+OWN_TESTS = ("doctor", "download", "convert", "imatrix", "info", "perplexity", "plan")
 MODEL_VERBS = [verb for verb in VERBS if verb not in OWN_TESTS]
 REFUSED = [flag for flag, *_ in options._REFUSED]
 TEXT = "then the rest of it"
@@ -420,6 +420,14 @@ def test_stats_json(write_text, tmp_path):
     assert stats["generation_tokens"] == int(COUNT)
     assert stats["finish_reason"] == "length"
     assert stats["prompt_tps"] > 0 and stats["generation_tps"] > 0 and stats["peak_memory"] > 0
+
+
+def test_profile(write_text, tmp_path):
+    """The line, and the same numbers in the statistics; tests/test_profiling.py shows that they are right."""
+    path = tmp_path / "stats.json"
+    assert "ms = host" in write_text("--profile", "--stats-json", path).out
+    assert json.loads(path.read_text())["profile"]["tokens"] == int(COUNT) - 1
+    assert "ms = host" not in write_text().out
 
 
 def test_stats_json_where_nothing_can_be_written(run, bare, tmp_path, monkeypatch):
@@ -913,11 +921,11 @@ def streamed(tmp_path_factory) -> Path:
 PAGING = {
     (): (40, 8, True, True),
     ("--expert-slots", "9"): (9, 8, True, True),
-    ("--memory", "1.2MB"): (9, 8, True, True),
+    ("--memory", "of 9"): (9, 8, True, True),
     ("--io-threads", "3"): (40, 3, True, True),
     ("--no-read-ahead",): (40, 8, False, True),
     ("--io", "buffered"): (40, 8, True, False),
-    ("--memory", "100MB", "--resident"): (40, 8, True, True),
+    ("--memory", "9GB", "--resident"): (40, 8, True, True),
 }
 
 
@@ -934,20 +942,61 @@ def test_paging(run, streamed, monkeypatch, flags):
         return model, tokenizer
 
     monkeypatch.setattr(session, "load", load)
+    monkeypatch.setattr(streaming, "can_be_direct", lambda *_: True)  # as of a file whose experts are aligned
     call = ("generate", "--model", streamed, "-p", "the test", "-m", "6", "--verbose", "F")
-    texts = [run(*call, *more).out for more in ((), flags)]
+    size = f"{ceiling(streamed, 9) / 1e6 + 0.001:.3f}MB"
+    given = [size if flag == "of 9" else flag for flag in flags]
+    texts = [run(*call, *more).out for more in ((), given)]
     assert seen[1] == PAGING[flags] and texts[0] == texts[1]
 
 
 def test_paging_that_cannot_be(run, streamed):
     call = ("generate", "--model", streamed, "-p", "x", "-m", "1")
     assert_refused(run(*call, "--memory", "much"), "'much' is not a size")
-    assert_refused(run(*call, "--resident", "--memory", "1MB"), "experts take", "are left for them")
+    assert_refused(run(*call, "--resident", "--memory", "1MB"), "are needed for 40 experts", "may be used")
     assert_refused(run(*call, "--resident", "--expert-slots", "9"), "leave one out")
+
+
+MOCE = {
+    (): None,
+    ("--moce",): MoceConfig(),
+    ("--moce", "--moce-bonus", "9"): MoceConfig(bonus=9),
+    ("--moce", "--moce-keep-top", "0"): MoceConfig(keep_top=0),
+    ("--moce", "--moce-max-rank", "5"): MoceConfig(max_rank=5),
+    ("--moce", "--moce-max-rank", "none"): MoceConfig(max_rank=None),
+}
+
+
+@pytest.mark.parametrize("flags", MOCE, ids=" ".join)
+def test_moce(run, streamed, monkeypatch, tmp_path, flags):
+    """Settings reach the model (what each changes: tests/test_moce.py), and what they did the statistics."""
+    seen, original = [], session.load
+    monkeypatch.setattr(session, "load", lambda *a, **kw: seen.append(kw.get("moce")) or original(*a, **kw))
+    call = ("generate", "--model", streamed, "-p", "the test", "-m", "4", "--verbose", "F", "--expert-slots", "9")
+    assert run(*call, *flags, "--stats-json", tmp_path / "s.json").status == 0
+    experts = json.loads((tmp_path / "s.json").read_text())["experts"]
+    assert seen == [MOCE[flags] and replace(MOCE[flags], measure=True)]
+    if MOCE[flags] is None:
+        assert experts["substituted"] == experts["kl"] == 0 and experts["agreement"] == 1
+    elif "5" not in flags:
+        assert experts["substituted"] > 0 < experts["kl"] and experts["agreement"] < 1
+
+
+def test_moce_that_cannot_be(run, streamed, bare):
+    call = ("generate", "-p", "x", "-m", "1", "--model")
+    for flag in ("--moce-bonus", "--moce-keep-top", "--moce-max-rank"):
+        assert_refused(run(*call, streamed, flag, "2"), f"{flag} needs --moce")
+    assert_refused(run(*call, streamed, "--moce", "--moce-bonus", "-1"), "moce bonus is -1.0; allowed: 0 or more")
+    assert_refused(run(*call, streamed, "--moce", "--moce-max-rank", "3"), "moce max_rank is 3; allowed: at least 4")
+    assert_refused(
+        run(*call, streamed, "--moce", "--moce-max-rank", "x"), "'x' is not a whole number or 'none'", status=2
+    )
+    assert_refused(run(*call, bare, "--moce"), "moce cannot be used with a model folder")
 
 
 # flag: the test that shows what it changes
 COVERED = {
+    **dict.fromkeys(("--moce", "--moce-bonus", "--moce-keep-top", "--moce-max-rank"), test_moce),
     **dict.fromkeys(("--memory", "--expert-slots", "--resident"), test_paging),
     **dict.fromkeys(("--io-threads", "--no-read-ahead", "--io"), test_paging),
     **dict.fromkeys(REFUSED, test_refused_flags),
@@ -964,6 +1013,7 @@ COVERED = {
     "--verbose": test_verbose_off_prints_the_text_alone,
     "--prompt-cache-file": test_prompt_cache_file,
     "--stats-json": test_stats_json,
+    "--profile": test_profile,
     "--system-prompt": test_system_prompt,
     "--chat-template-config": test_chat_template_config,
     "--temp": test_temp_and_seed,

@@ -17,7 +17,9 @@ from gguf_models import q8_0_matrices, tiny_metadata, tiny_tensors
 from gguf_writer import encode
 from mlx_moe import load_model
 from mlx_moe.generation import generate_tokens
+from mlx_moe.model_sizes import local_sizes
 from mlx_moe.models.qwen4_exp import Model
+from mlx_moe.paging.plan import Machine, Wanted, default_context, plan_memory
 from tiny_tokenizer import gguf_keys
 
 EXPERTS, TOP_K = 40, 4
@@ -45,6 +47,13 @@ def logits(model: Model, pieces: tuple[int, ...] = (20, 1, 1, 5, 8, 5)) -> np.nd
         parts.append(np.array(model(mx.array(IDS[None, start : start + piece]), cache=cache)[0]))
         start += piece
     return np.concatenate(parts)
+
+
+def ceiling(path: Path, slots: int) -> int:
+    """Bytes that this many slots per layer just fit under, in float32."""
+    sizes = local_sizes(path, 4)
+    wanted = Wanted(expert_slots=slots, context=default_context(sizes.config), item_bytes=4)
+    return plan_memory(sizes, Machine(1 << 40), wanted).total_bytes
 
 
 def greedy(model: Model, count: int = 10, prompt: np.ndarray = IDS) -> list[int]:

@@ -149,3 +149,21 @@ def test_pieces_are_forgotten_once_they_have_run(queue):
 def test_the_queue_loads_no_mlx():
     code = "import sys, mlx_moe.paging.queue; assert not {'mlx.core', 'numpy'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_an_interrupt_while_threads_start(queue, monkeypatch):
+    """The thread that was being started may run or not; nothing is lost or joined too early."""
+    start = threading.Thread.start
+
+    def interrupted(thread):
+        start(thread)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        queue.submit([lambda: None])
+    queue.stop()
+    monkeypatch.undo()
+    done = []
+    queue.submit([lambda: done.append(1)]).wait()
+    assert done == [1]

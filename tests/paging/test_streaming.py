@@ -17,17 +17,18 @@ import numpy as np
 import pytest
 
 from checkpoints import random_weights, write
-from custom_kernels.slots import PAGE_BYTES
-from mlx_moe import gguf_loading, load, load_model, stream_generate, streaming
+from mlx_moe import load, load_model, stream_generate, streaming
 from mlx_moe.cli import main
 from mlx_moe.generation import generate_tokens
-from mlx_moe.paging.arena import pages_of
+from mlx_moe.paging.plan import SYSTEM_BYTES
+from mlx_moe.runtime import DEMO
 from paging.streamed import (
     EXPERTS,
     IDS,
     LAYERS,
     TOP_K,
     bits,
+    ceiling,
     delayed,
     descriptors,
     greedy,
@@ -105,7 +106,8 @@ def test_residency_follows_from_the_tokens(path, monkeypatch):
             logits(model)
             found.append((model.experts_stats.as_dict(), [model._experts._pager.present(i) for i in range(LAYERS)]))
             monkeypatch.undo()
-        found[-1][0].pop("demanded_wait_ms")
+        for name in ("demanded_wait_ms", "device_wait_ms"):
+            found[-1][0].pop(name)
     assert found[0] == found[1] == found[2]
 
 
@@ -124,7 +126,7 @@ def test_resizing_keeps_contents_and_output(path, resident):
 
 
 def test_a_resize_that_does_not_fit_changes_nothing(path, resident):
-    with load_model(path, mx.float32, expert_slots=8, memory=memory(path, 16))[0] as model:
+    with load_model(path, mx.float32, expert_slots=8, memory=ceiling(path, 16))[0] as model:
         with pytest.raises(ValueError, match=r"experts take .* in memory, and .* are left"):
             model.resize_experts(EXPERTS)
         assert model.experts_stats.slots == 8 and same(model, resident)
@@ -380,35 +382,39 @@ def test_any_thread_may_generate(path, resident):
 # Options
 
 
-def memory(path: Path, slots: int) -> int:
-    """A ceiling that this many slots per layer just fit under."""
-    sizes = {}
-    with pytest.MonkeyPatch.context() as patch:
-        original = streaming.expert_source
-        patch.setattr(gguf_loading, "expert_source", lambda *a: sizes.update(dense=a[3], index=a[2]) or original(*a))
-        load_model(path, mx.float32)[0].close()
-    pages = sum(pages_of(layer.record_bytes) for layer in sizes["index"].layers) * slots + 1
-    return (sizes["dense"] + pages * PAGE_BYTES) * 8 // 7 + 8
-
-
 def test_memory_decides_how_many_are_in_memory(path, monkeypatch, caplog):
     """A ceiling below all experts streams; plenty keeps all."""
     for slots in (TOP_K, 20, EXPERTS):
-        with load_model(path, mx.float32, memory=memory(path, slots))[0] as model:
+        with load_model(path, mx.float32, memory=ceiling(path, slots))[0] as model:
             assert model.experts_stats.slots == slots
-    machine = SimpleNamespace(memory_bytes=memory(path, 20), working_set_bytes=None)
+    machine = SimpleNamespace(memory_bytes=ceiling(path, 20) + SYSTEM_BYTES, working_set_bytes=None)
     monkeypatch.setattr(streaming, "device", lambda: machine)
     with caplog.at_level(logging.INFO), load_model(path, mx.float32)[0] as model:
         assert model.experts_stats.slots == 20
     assert f"20 of {EXPERTS} experts per layer in memory" in caplog.text
-    with pytest.raises(ValueError, match=r"m.gguf: experts take .* are left for them; this machine has 0.0 GB"):
-        load_model(path, mx.float32, resident=True)
+    for options in ({"resident": True}, {"memory": ceiling(path, TOP_K) - 1}):
+        with pytest.raises(ValueError, match=r"m.gguf: \d.* are needed for .* may be used; .* machine has 3.\d GB"):
+            load_model(path, mx.float32, **options)
+
+
+@pytest.mark.parametrize("of", ["tiny", "demonstration"])
+def test_the_plan_and_the_loader_agree(path, capsys, of):
+    """Slots for the same model, machine and memory."""
+    source, least = (path, TOP_K) if of == "tiny" else (DEMO, 6)
+    for slots in (least, 17, EXPERTS):
+        size = f"{ceiling(source, slots) / 1e6 + 0.001:.3f}MB"
+        assert main(["plan", "--model", str(source), "--dtype", "float32", "--memory", size, "--json", "-"]) == 0
+        with load_model(source, mx.float32, memory=size)[0] as model:
+            assert model.experts_stats.slots == json.loads(capsys.readouterr().out)["slots"] == slots
+    assert main(["plan", "--model", str(source), "--dtype", "float32", "--json", "-"]) == 0
+    with load_model(source, mx.float32)[0] as model:
+        assert model.experts_stats.slots == json.loads(capsys.readouterr().out)["slots"] == EXPERTS
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"expert_slots": 3}, "expert_slots is 3; allowed: at least 4"),
+        ({"expert_slots": 3}, "m.gguf: expert_slots is 3; allowed: 4 to 40"),
         ({"expert_slots": 0}, "expert_slots is 0"),
         ({"memory": "much"}, "'much' is not a size"),
         ({"memory": 0}, "memory is 0"),
@@ -438,3 +444,13 @@ def test_model_folders_do_not_stream(tmp_path, options):
 def test_ways_to_read(path, resident, io):
     with opened(path, 8, io=io) as model:
         assert same(model, resident)
+
+
+@pytest.mark.parametrize("io", ["direct", None])
+def test_direct_reads_that_cannot_be_are_said_once(path, resident, caplog, monkeypatch, io):
+    """Once, whatever the reason; a warning only where direct reads were asked for."""
+    monkeypatch.setattr(streaming, "DIRECT_ALIGNMENT", 4096)
+    with caplog.at_level(logging.INFO), opened(path, 8, io=io) as model:
+        assert same(model, resident)
+    said = [record for record in caplog.records if "through the page cache" in record.message]
+    assert [record.levelno for record in said] == [logging.WARNING if io else logging.INFO]
