@@ -12,9 +12,7 @@ from mlx_moe.cli import options
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, load, run the text, write; returns the exit status."""
     out = options.plain_parser("imatrix", "Collect importances from text, for mlx-moe convert --imatrix.")
-    out.add_argument(
-        "--model", help="model folder whose experts fit into memory (default: the demonstration model)"
-    )
+    out.add_argument("--model", help="model folder whose experts fit into memory (default: the demonstration model)")
     out.add_argument("--text", type=Path, nargs="+", required=True, help="UTF-8 files like what the model will read")
     out.add_argument("--out", type=Path, required=True, help="where to write, a .safetensors file")
     out.add_argument("--bytes", type=int, help="of each file (default: all)")
