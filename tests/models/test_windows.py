@@ -54,7 +54,7 @@ def _ids(count: int, seed: int = 0) -> mx.array:
     return mx.array(checkpoints.tokens(count, seed)[None])
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16])
 @pytest.mark.parametrize("name", SHAPES)
 def test_window_rows_are_bit_equal_to_steps(models, name, dtype):
@@ -78,8 +78,9 @@ def demo():
     return mlx_moe.load_model()[0]
 
 
-@pytest.mark.parametrize("rows", [1, pytest.param(2, marks=pytest.mark.full)])
-@pytest.mark.parametrize("prompt", [pytest.param(3, marks=pytest.mark.full), 255])
+@pytest.mark.full
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("prompt", [3, 255])
 def test_windows_of_the_demonstration_model_are_bit_equal_to_steps(demo, prompt, rows):
     """8 tokens in windows of 1 to 8, on the device that MLX has.
 
