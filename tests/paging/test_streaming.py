@@ -69,6 +69,7 @@ def test_output_does_not_depend_on_the_arena(path, resident, slots):
         assert stats.slots == slots and (stats.misses > 0) == (slots < EXPERTS)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("threads", "read_ahead"), [(1, True), (2, True), (8, False)])
 def test_output_does_not_depend_on_the_disk(path, resident, monkeypatch, threads, read_ahead):
     """Reads that take 0 to 5 ms each; nor on threads and read-ahead."""
