@@ -223,7 +223,7 @@ def _scales(rng: np.random.Generator, format: BlockFormat, rows: int, columns: i
     return mx.array((rng.uniform(0.005, 0.02, shape) * rng.choice([-1, 1], shape)).astype(np.float32)).astype(dtype)
 
 
-def _packed(rng: np.random.Generator, format: BlockFormat, rows: int, columns: int) -> np.ndarray:
+def random_rows(rng: np.random.Generator, format: BlockFormat, rows: int, columns: int) -> np.ndarray:
     """[rows, row_bytes] uint8: any payload but NaN, with fp16 scales between 0.005 and 0.02 of either sign."""
     if format.tile:
         codes = rng.integers(0, 256, (rows, columns), dtype=np.uint8)
@@ -248,7 +248,7 @@ def _packed(rng: np.random.Generator, format: BlockFormat, rows: int, columns: i
 def _dense(rng: np.random.Generator, format: BlockFormat, dtype: mx.Dtype) -> tuple[mx.array, mx.array | None]:
     """A matrix's rows, and its scales if they lie apart."""
     shape = _rows(format), _width(format)
-    return mx.array(_packed(rng, format, *shape)), _scales(rng, format, *shape, dtype)
+    return mx.array(random_rows(rng, format, *shape)), _scales(rng, format, *shape, dtype)
 
 
 def _block_gemv(T: int, dtype: mx.Dtype, format: BlockFormat) -> Sample:
@@ -280,7 +280,7 @@ def _arena(
         chunk, first = word >> 28, bases[word >> 28] + (word & 0x0FFFFFFF) * PAGE_BYTES
         for matrix in matrices:
             shape = matrix.rows, matrix.columns
-            rows = _packed(rng, matrix.format, *shape).reshape(-1)
+            rows = random_rows(rng, matrix.format, *shape).reshape(-1)
             chunks[chunk][first + matrix.offset :][: rows.size] = rows
             if matrix.scales:
                 scales = np.array(_scales(rng, matrix.format, *shape, dtype).view(mx.uint8)).reshape(-1)

@@ -28,6 +28,7 @@ from mlx_moe.models.qwen4_exp.gguf_config import _rope, hash_constants
 from mlx_moe.models.qwen4_exp.gguf_names import is_streamed, recipes
 from mlx_moe.models.qwen4_exp.sanitize import hash_buffers, sanitize
 from mlx_moe.paging.ngram import NgramHash
+from real_geometry import REAL
 
 ORACLES = ("IQ2_XS-IQ4_NL-Q8_0", "IQ2_S-Q2_0-Q6_K")
 NOT_IN_GGUF = ("split_ngram_parts", "linear_value_heads_tiled")
@@ -272,30 +273,6 @@ def test_streamed_weights():
 
 
 # The published model's geometry, in a file without contents
-
-REAL = {
-    "hidden_size": 2560,
-    "vocab_size": 248320,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 24,
-    "head_dim": 256,
-    "indexer_head_dim": 128,
-    "indexer_budget": 2048,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 48,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "num_experts": 512,
-    "num_experts_per_tok": 10,
-    "moe_intermediate_size": 640,
-    "shared_expert_intermediate_size": 640,
-    "hc_lowrank": 320,
-    "ple_embed_dim": 2560,
-    "heads_per_ngram": 8,
-    "ngram_vocab_size_base": 20_000_000,
-    "max_position_embeddings": 262144,
-    "eos_token_id": 248044,
-}
 
 
 def real_tensors(layers: int) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from custom_kernels.checks import random_rows
 from custom_kernels.dequant_gemv import block_dequantize, block_gemv
 from custom_kernels.dequant_gemv.kernel import block_dequantize_launch, block_gemv_launch, lanes_per_row, supports
 from custom_kernels.dequant_gemv.reference import naive_block_dequantize, naive_block_gemv
@@ -21,27 +22,10 @@ from test_ggml_blocks import _assert_bit_equal, _rows
 every_format = pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
 everywhere = pytest.mark.parametrize("where", EVERYWHERE)
 
-_SCALES_AT = {"Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
-
 
 def packed(format: BlockFormat, rows: int, columns: int, seed: int = 0) -> np.ndarray:
     """Rows [rows, row_bytes] uint8 of random payload whose fp16 scales lie between 0.005 and 0.02, of either sign."""
-    rng = np.random.default_rng([seed, format.type_id])
-    if format.block_weights == 1:
-        values = rng.standard_normal((rows, columns)).astype(np.float16 if format.name == "F16" else np.float32)
-        if format.name == "BF16":
-            values = (values.view(np.uint32) >> 16).astype(np.uint16)
-        return values.view(np.uint8)
-    blocks = rng.integers(0, 256, (rows, columns // format.block_weights, format.block_bytes), dtype=np.uint8)
-    for at in _SCALES_AT.get(format.name, (0,)):
-        scale = rng.uniform(0.005, 0.02, blocks.shape[:2]) * rng.choice([-1, 1], blocks.shape[:2])
-        bits = scale.astype(np.float16).view(np.uint16)
-        if format.name == "IQ1_M":
-            nibbles = bits[..., None] >> np.arange(0, 16, 4, dtype=np.uint16) & 15
-            blocks[..., 49::2] = blocks[..., 49::2] & 15 | (nibbles << 4).astype(np.uint8)
-        else:
-            blocks[..., at], blocks[..., at + 1] = bits & 255, bits >> 8
-    return blocks.reshape(rows, -1)
+    return random_rows(np.random.default_rng([seed, format.type_id]), format, rows, columns)
 
 
 def activations(*shape: int, dtype: mx.Dtype = mx.float32, seed: int = 0) -> mx.array:
