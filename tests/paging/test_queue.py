@@ -10,7 +10,7 @@ import weakref
 
 import pytest
 
-from mlx_moe.paging.queue import Cancelled, JobQueue
+from mlx_moe.paging.queue import SWITCH_S, Cancelled, JobQueue
 
 
 class Gate:
@@ -167,3 +167,24 @@ def test_an_interrupt_while_threads_start(queue, monkeypatch):
     done = []
     queue.submit([lambda: done.append(1)]).wait()
     assert done == [1]
+
+
+def test_switch_interval_is_short_while_threads_run_and_then_as_it_was():
+    first, second, before = JobQueue(1, "queue"), JobQueue(1, "queue"), sys.getswitchinterval()
+    try:
+        sys.setswitchinterval(0.004)
+        first.submit([int]).wait()
+        second.submit([int]).wait()
+        assert sys.getswitchinterval() == pytest.approx(SWITCH_S, abs=2e-6)
+        first.stop()
+        first.stop()
+        assert sys.getswitchinterval() == pytest.approx(SWITCH_S, abs=2e-6)
+        del second
+        gc.collect()
+        assert sys.getswitchinterval() == pytest.approx(0.004, abs=2e-6)
+        sys.setswitchinterval(SWITCH_S / 10)
+        first.submit([int]).wait()
+        assert sys.getswitchinterval() == pytest.approx(SWITCH_S / 10, abs=2e-6), "made longer"
+        first.stop()
+    finally:
+        sys.setswitchinterval(before)
