@@ -2,12 +2,14 @@
 
 A matrix W is stored row by row in a format of ``ggml_blocks``; its ``naive_dequantize`` says what the bytes mean. Sums
 are float32. A row of activations is multiplied by itself, in products whose sizes do not depend on how many rows there
-are, so its result has the same bits in every window.
+are, so its result has the same bits in every window. Large matrices are unpacked a tile at a time, since unpacking
+takes several times a tile's float32 numbers in memory.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,6 +21,8 @@ from custom_kernels.slots import NO_SLOT, PAGE_BYTES
 MAX_CHUNKS = 4
 ALIGNMENT = 16
 """Of records in memory, in bytes: kernels read words, not bytes."""
+TILE_WEIGHTS = 1 << 20
+"""Unpacked at once, unless one row or one expert's matrix is more."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,9 @@ def naive_block_dequantize(
 
     scales: as for ``naive_dequantize``.
     """
-    return naive_dequantize(blocks, format, scales).astype(dtype)
+    if blocks.ndim != 2:
+        return naive_dequantize(blocks, format, scales).astype(dtype)
+    return _joined([weights.astype(dtype) for weights in _unpacked(blocks, format, scales)])
 
 
 def naive_block_gemv(
@@ -116,9 +122,9 @@ def naive_block_gemv(
     Returns:
         [T, N].
     """
-    weights = naive_dequantize(w, format, scales)
-    rows = [(weights @ row[:, None])[:, 0] for row in x.astype(mx.float32)]
-    return mx.stack(rows).astype(dtype or x.dtype)
+    rows = [row[:, None] for row in x.astype(mx.float32)]
+    tiles = [mx.stack([(weights @ row)[:, 0] for row in rows]) for weights in _unpacked(w, format, scales)]
+    return _joined(tiles, axis=1).astype(dtype or x.dtype)
 
 
 def naive_expert_gate_up(x: mx.array, words: mx.array, arena: Arena, gate: Matrix, up: Matrix) -> mx.array:
@@ -135,8 +141,11 @@ def naive_expert_gate_up(x: mx.array, words: mx.array, arena: Arena, gate: Matri
     """
     tokens = []
     for row, row_words in zip(x.astype(mx.float32), words, strict=True):
-        g, u = (_weights(arena, row_words, matrix) @ row[:, None] for matrix in (gate, up))
-        tokens.append((g * mx.sigmoid(g) * u)[..., 0])
+        parts = []
+        for at in _tiles(row_words.size, gate.rows * gate.columns):
+            g, u = (_weights(arena, row_words[at], matrix) @ row[:, None] for matrix in (gate, up))
+            parts.append((g * mx.sigmoid(g) * u)[..., 0])
+        tokens.append(_joined(parts))
     return mx.where((words == NO_SLOT)[..., None], 0.0, mx.stack(tokens))
 
 
@@ -146,10 +155,10 @@ def naive_expert_down(h: mx.array, words: mx.array, arena: Arena, down: Matrix) 
     Args:
         h: [T, k, I] float32. words, arena: as for ``naive_expert_gate_up``. down: [N, I].
     """
-    tokens = [
-        (_weights(arena, row_words, down) @ row[..., None])[..., 0]
-        for row, row_words in zip(h.astype(mx.float32), words, strict=True)
-    ]
+    tokens = []
+    for rows, row_words in zip(h.astype(mx.float32)[..., None], words, strict=True):
+        tiles = _tiles(row_words.size, down.rows * down.columns)
+        tokens.append(_joined([(_weights(arena, row_words[at], down) @ rows[at])[..., 0] for at in tiles]))
     return mx.where((words == NO_SLOT)[..., None], 0.0, mx.stack(tokens))
 
 
@@ -163,7 +172,9 @@ def naive_expert_dequantize(words: mx.array, arena: Arena, matrix: Matrix, dtype
     Returns:
         [n, rows, columns], rounded once from float32 to ``dtype``.
     """
-    return mx.where((words == NO_SLOT)[:, None, None], 0.0, _weights(arena, words, matrix)).astype(dtype)
+    tiles = (words[at] for at in _tiles(words.size, matrix.rows * matrix.columns))
+    parts = [mx.where((part == NO_SLOT)[:, None, None], 0.0, _weights(arena, part, matrix)) for part in tiles]
+    return _joined([part.astype(dtype) for part in parts])
 
 
 def naive_expert_combine(
@@ -183,6 +194,24 @@ def naive_expert_combine(
     for rank in range(1, scaled.shape[1]):
         total = total + scaled[:, rank]
     return (total + shared.astype(mx.float32)).astype(dtype or shared.dtype)
+
+
+def _tiles(count: int, weights: int, multiple: int = 1) -> Iterator[slice]:
+    """Parts of ``count`` rows or experts of so many ``weights`` each, multiples of ``multiple`` but for the last."""
+    step = max(1, TILE_WEIGHTS // weights // multiple) * multiple
+    yield from (slice(start, start + step) for start in range(0, max(count, 1), step))
+
+
+def _unpacked(w: mx.array, format: BlockFormat, scales: mx.array | None) -> Iterator[mx.array]:
+    """Rows [N, row_bytes] as float32 weights [n, K], tile by tile."""
+    tile = format.tile or 1
+    for at in _tiles(len(w), format.row_weights(w.shape[1]), tile):
+        part = None if scales is None else scales[at.start // tile : at.stop // tile]
+        yield naive_dequantize(w[at], format, part)
+
+
+def _joined(parts: list[mx.array], axis: int = 0) -> mx.array:
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=axis)
 
 
 def _weights(arena: Arena, words: mx.array, matrix: Matrix) -> mx.array:
