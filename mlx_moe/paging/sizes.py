@@ -36,6 +36,8 @@ class ModelSizes:
         row_bytes: what one token reads of the n-gram table where that is on disk.
         table_bytes: of that table.
         streamed: whether experts may be on disk; otherwise every one has to be in memory.
+        whole: the same model as numbers in memory, which is how it is loaded where that fits and nothing else is asked
+            for; None where it never is.
     """
 
     config: ModelConfig
@@ -46,6 +48,7 @@ class ModelSizes:
     row_bytes: int = 0
     table_bytes: int = 0
     streamed: bool = True
+    whole: ModelSizes | None = None
 
     def __post_init__(self) -> None:
         layers = self.config.num_hidden_layers
