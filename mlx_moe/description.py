@@ -30,6 +30,7 @@ from mlx_moe.paging.index import ExpertIndex, RowIndex
 WIDE = ("F32", "F16", "BF16", "F8_E4M3")
 """Types of experts that are worth converting."""
 _EMBEDDING = "model.embed_tokens."
+_REMEDY = "make a pack of the model that they were made from with 'mlx-moe convert'"
 
 
 @dataclass(frozen=True)
@@ -163,6 +164,7 @@ class Description:
             "dense_bytes": self.dense_bytes,
             "ngram": table and {"format": table.format, "rows": table.rows, "bytes": table.nbytes, "file": table.place},
             "cold_token_bytes": self.token_bytes,
+            "in_memory": self.in_memory,
             "problem": self.problem,
             "converted": dict(self.converted) or None,
         }
@@ -261,7 +263,7 @@ def _of_folder(path: Path, headers_only: bool) -> Description:
 def _in_place(path: Path, config: ModelConfig) -> tuple[dict[str, Experts], str | None]:
     """Experts as they are read in place; nothing, and the reason, where they cannot be."""
     if config.quantization is not None:
-        return {}, f"{path}: experts packed by mx.quantize do not stream; make a pack of the model they were made from ('mlx-moe convert')"
+        return {}, f"experts packed by mx.quantize do not stream; {_REMEDY}"
     try:
         return _experts(folder_index(path, config).experts, config), None
     except NotInPlace as error:

@@ -26,7 +26,7 @@ _REMEDY = "make a pack of the folder with 'mlx-moe convert', or load it with all
 
 
 class NotInPlace(ValueError):
-    """Weights that can be loaded or converted, but not be read in place. The message names one and the remedy."""
+    """Weights that can be loaded, but not be read in place. The message names them and the remedy, not the folder."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,9 @@ def folder_index(path: Path, config: ModelConfig) -> FolderIndex:
     """
     if len(config.ple_layer_ids) > 1:
         layers = list(config.ple_layer_ids)
-        raise NotInPlace(f"{path}: ple_layer_ids is {layers}; of models that stream one n-gram table can be read")
+        raise NotInPlace(f"ple_layer_ids is {layers}; where experts stream, one n-gram table can be read")
     found = find_streamed(path, config)
-    _check_table(path, found)
+    _check_table(found)
     files = sorted({stored.file for layer in found.layers for part in layer.parts for stored in _all(part)})
     numbers = {file: i for i, file in enumerate(files)}
     return FolderIndex(
@@ -67,16 +67,19 @@ def _all(part: Sequence[Stored]) -> list[Stored]:
     return [*part, *(matrix.scale for matrix in part if matrix.scale is not None)]
 
 
-def _check_table(path: Path, found: Streamed) -> None:
+def _check_table(found: Streamed) -> None:
     for part in found.table or ():
         if part.scale is not None and part.scale.shape != (1, 1):
             shape = part.scale.shape
-            raise NotInPlace(f"{path}: the n-gram table has FP8 scales of shape {shape}, one is needed; {_REMEDY}")
+            raise NotInPlace(f"the n-gram table has FP8 scales of shape {shape}, read in place: one; {_REMEDY}")
 
 
 def _layer(layer: LayerSource, numbers: dict[Path, int]) -> LayerIndex:
     return LayerIndex(
-        *(_part(f"{layer.name}.mlp.experts", name, part, numbers) for name, part in zip(PARTS, layer.parts, strict=True))
+        *(
+            _part(f"{layer.name}.mlp.experts", name, part, numbers)
+            for name, part in zip(PARTS, layer.parts, strict=True)
+        )
     )
 
 
@@ -91,7 +94,9 @@ def _part(where: str, name: str, part: Sequence[Stored], numbers: dict[Path, int
         if scale.shape != wanted or scale.format not in SCALES or scale.format != first.scale.format:
             found = f"{scale.format} scales {scale.shape}"
             needed = f"{wanted} in {' or '.join(SCALES)}, one type for all experts"
-            raise NotInPlace(f"{scale.file}: {where}.{e}.{name}_proj has {found}; read in place: {needed}; {_REMEDY}")
+            raise NotInPlace(
+                f"{where}.{e}.{name}_proj has {found} ({scale.file.name}); read in place: {needed}; {_REMEDY}"
+            )
     return _placed(part, numbers, _placed([matrix.scale for matrix in part], numbers))
 
 

@@ -137,7 +137,7 @@ class ExpertIndex:
         return ExpertIndex((*self.files, *other.files), (*self.layers, *moved))
 
     def reads(self, layer: int, expert: int) -> tuple[Part, ...]:
-        """What to read for one expert: its parts and scales, fewer reads where they lie in the file as in the record."""
+        """What to read for one expert: its parts and scales, in one read where they follow each other."""
         out: list[Part] = []
         for part, at in self.layers[layer].pieces:
             file, offset = self.files[part.files[expert]], int(part.offsets[expert])
