@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from checkpoints import write
+from custom_kernels import dispatch
 from folders import EXPERTS, KINDS, TOP_K, decoded, folder_config, folder_weights, write_folder
 from mlx_moe import load_model, runtime, streaming
 from mlx_moe.cli import main
@@ -261,3 +262,15 @@ def test_a_file_that_changes(tmp_path):
         with pytest.raises(OSError, match=r"model-0000\d-of-00003.safetensors: .* cannot be read") as caught:
             model(mx.array(IDS[None]))
         assert "\n" not in str(caught.value) and not readers()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["FP8", "FP8, F32 scales", "BF16 fused", "mixed"])
+def test_through_the_kernels(simulated_gpu, folders, kind):
+    """The Metal text reads matrices, scales and rows of the records, after its own checks have passed."""
+    with dispatch.forced("reference"), opened(folders(kind), 4) as model:
+        want = np.array(model(mx.array(IDS[None, :3])))
+    with opened(folders(kind), 4) as model:
+        assert near(np.array(model(mx.array(IDS[None, :3]))), want) and model.experts_stats.misses > 0
+    verdicts = (simulated_gpu / "verdicts.json").read_text()
+    assert '"ok": false' not in verdicts and "expert_gate_up" in verdicts and "expert_down" in verdicts
