@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import os
 import platform
 import statistics
@@ -156,8 +157,10 @@ def taken_bytes() -> int:
     """Of MLX's memory, what a further model cannot have: plans of models that are loaded, and arrays of others.
 
     Whichever is more: what the plans take, or what MLX's arrays take now and those models will still need. Of arrays
-    ``CONSTANT_BYTES`` are not counted, which are no model.
+    ``CONSTANT_BYTES`` are not counted, which are no model. Models that nobody refers to any more are let go first.
     """
+    if MemoryLimits.are_set() or mx.get_active_memory() > CONSTANT_BYTES:
+        gc.collect()
     held, spare = MemoryLimits.held_bytes()
     arrays = mx.get_active_memory() - CONSTANT_BYTES
     return max(held, arrays + spare if arrays > 0 else 0)
