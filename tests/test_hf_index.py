@@ -42,7 +42,7 @@ def wanted(tensors: dict[str, np.ndarray], layer: str, e: int, part: str, scales
     return bytes(tensors[f"{base}.{e}.{name}.weight{'_scale_inv' * scales}"].reshape(-1))
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_records_hold_the_bytes_of_the_file(tmp_path, kind):
     """Matrices and scales at multiples of 16; nothing else is written; the draft layer is last."""
@@ -108,6 +108,7 @@ def test_scales_that_kernels_do_not_read(tmp_path, name, scale, message):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("kind", "changes", "error", "message"),
     [

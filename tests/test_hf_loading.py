@@ -87,7 +87,7 @@ def test_values_are_those_of_the_file(tmp_path, folders, kind):
         assert near(logits(model), logits(whole))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["BF16 per expert", "FP8"])
 def test_drafts_and_batches(folders, kind):
     with opened(folders(kind), 4) as model, opened(folders(kind), EXPERTS) as whole:
@@ -125,6 +125,7 @@ def test_experts_and_rows_are_never_arrays(folders, monkeypatch):
 # Who streams
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["BF16 fused", "FP8", "F32 per expert"])
 def test_what_does_not_fit_streams(folders, monkeypatch, caplog, kind):
     """Without options: arrays where they fit; else as many as there is room for; else one line."""
@@ -143,6 +144,7 @@ def test_what_does_not_fit_streams(folders, monkeypatch, caplog, kind):
         assert model.experts_stats is None
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["FP8, F32 scales", "mixed"])
 def test_the_plan_and_the_loader_agree(folders, capsys, kind):
     """Slots, and bytes of records with their scales; info says the same of the files."""
@@ -174,6 +176,7 @@ def test_the_plan_of_what_fits_is_that_of_arrays(folders, capsys):
         assert (plan["parts"]["row_cache"] > 0) == bool(flags)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
 def test_the_type_to_compute_in(folders, dtype):
     with load_model(folders("FP8"), dtype, expert_slots=4)[0] as model:
@@ -186,22 +189,21 @@ def test_the_type_to_compute_in(folders, dtype):
 def test_without_a_draft_layer(folders):
     with load_model(folders("BF16 fused"), mx.float32, expert_slots=4, mtp=None)[0] as model:
         assert not model.has_mtp and len(model._experts._pager._layers) == 2
-        logits(model)
+        assert np.isfinite(logits(model, (10, 1))).all()
 
 
 def test_cache_aware_routing(folders):
-    with load_model(folders("FP8"), mx.float32, expert_slots=4, moce=MoceConfig())[0] as model:
-        assert len(greedy(model, 6)) == 6
     with load_model(folders("FP8"), mx.float32, moce=MoceConfig())[0] as model:
         assert model.experts_stats.slots == EXPERTS
+        model.resize_experts(4)
+        assert len(greedy(model, 2)) == 2
 
 
-@pytest.mark.parametrize("options", [{"memory": "10GB"}, {"expert_slots": 4}, {"moce": MoceConfig()}])
-def test_packed_by_mlx(tmp_path, options):
+def test_packed_by_mlx(tmp_path):
     folder = write_quantized(tmp_path / "m", folder_config(), tmp_path / "source")
-    name = next(iter(options))
-    with pytest.raises(ValueError, match=f"{name} cannot be used: experts packed by mx.quantize .*mlx-moe convert"):
-        load_model(folder, **options)
+    for name, value in {"memory": "10GB", "expert_slots": 4, "moce": MoceConfig()}.items():
+        with pytest.raises(ValueError, match=f"{name} cannot be used: experts packed by mx.quantize .*mlx-moe convert"):
+            load_model(folder, **{name: value})
     with load_model(folder, resident=True)[0] as model:
         assert model.experts_stats is None
         with pytest.raises(ValueError, match="not streamed"):

@@ -441,7 +441,7 @@ def test_a_second_model_gets_what_is_left(path, resident, monkeypatch):
         with load_model(path, mx.float32)[0] as second:
             assert second.experts_stats.slots == 20
         with load_model(path, mx.float32, memory=held + ceiling(path, 12))[0] as second:
-            assert second.experts_stats.slots == 12 and greedy(second, 4) == greedy(first, 4) == resident[1][:4]
+            assert second.experts_stats.slots == 12 and greedy(second, 1) == greedy(first, 1) == resident[1][:1]
             with pytest.raises(ValueError, match=r"may be used; .* GB, of which other models of this proc.* hold 0.\d"):
                 load_model(path, mx.float32, memory=held + ceiling(path, 12))
         with pytest.raises(ValueError, match="may be used"):
