@@ -19,6 +19,7 @@ from mlx_moe import load_model, runtime, streaming
 from mlx_moe.cli import main
 from mlx_moe.config import ConfigError
 from mlx_moe.formats.safetensors import FileFormatError
+from mlx_moe.model_sizes import local_sizes
 from mlx_moe.models.qwen4_exp import sanitize
 from mlx_moe.paging.moce import MoceConfig
 from mlx_moe.paging.plan import SYSTEM_BYTES
@@ -28,6 +29,7 @@ from packs import write_quantized
 from paging.streamed import IDS, ceiling, delayed, greedy, logits, opened, readers
 
 LIMIT = 1e-4
+TABLE = "model.layers.0.ple.ple_embedding.ngram_embedding"
 
 
 @pytest.fixture(scope="module")
@@ -174,6 +176,19 @@ def test_the_plan_of_what_fits_is_that_of_arrays(folders, capsys):
         plan = json.loads(capsys.readouterr().out)
         assert plan["record_bytes"] == [record] * 3 and plan["slots"] == EXPERTS
         assert (plan["parts"]["row_cache"] > 0) == bool(flags)
+
+
+def test_sizes_need_headers_alone(tmp_path, folders):
+    """As of a repository on the Hub, of which nothing else is here: contents are holes, constants of the hash too."""
+    name = f"{TABLE.removesuffix('.ngram_embedding')}.layer_multipliers"
+    folder = write_folder(tmp_path / "m", "FP8", mtp=True, **{name: np.array([1, 3, 5])})
+    with pytest.raises(ConfigError, match="layer_multipliers in the file is not what"):
+        load_model(folder, mx.float32, expert_slots=4)
+    for path in folder.glob("*.safetensors"):
+        size, data = path.stat().st_size, path.read_bytes()
+        path.write_bytes(data[: 8 + int.from_bytes(data[:8], "little")])
+        os.truncate(path, size)
+    assert local_sizes(folder, 4) == local_sizes(folders("FP8"), 4)
 
 
 @pytest.mark.sample(1)
