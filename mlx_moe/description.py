@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from mlx_moe.formats.gguf import open_gguf
 from mlx_moe.formats.gguf_model import expert_index, model_config, row_index
 from mlx_moe.formats.pack import Pack, is_pack, open_pack
 from mlx_moe.formats.safetensors import FileFormatError, TensorInfo, read_header
+from mlx_moe.hf_index import NotInPlace, folder_index
 from mlx_moe.models.qwen4_exp.gguf_names import is_streamed, recipes
 from mlx_moe.models.qwen4_exp.sanitize import canonical_name, is_vision
 from mlx_moe.paging.index import ExpertIndex, RowIndex
@@ -29,16 +30,24 @@ from mlx_moe.paging.index import ExpertIndex, RowIndex
 WIDE = ("F32", "F16", "BF16", "F8_E4M3")
 """Types of experts that are worth converting."""
 _EMBEDDING = "model.embed_tokens."
+_REMEDY = "make a pack of the model that they were made from with 'mlx-moe convert'"
 
 
 @dataclass(frozen=True)
 class Experts:
-    """One layer's experts: types of gate, up and down, and bytes of one expert without padding."""
+    """One layer's experts.
+
+    Attributes:
+        gate, up, down: their types.
+        record_bytes: of one expert in its files, scales included.
+        slot_bytes: of one expert in memory, gaps between its parts included; 0 where experts do not stream.
+    """
 
     gate: str
     up: str
     down: str
     record_bytes: int
+    slot_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -62,9 +71,10 @@ class Description:
 
     Attributes:
         kind: "pack", "GGUF", "Hugging Face" or "MLX".
-        norm_convention: "raw" or "folded", as the files have it.
+        norm_convention: "raw" or "folded", as the files have it; None where only headers were looked at.
         experts: by layer name, the draft layer last.
         dense: (type, bytes) by canonical name or by the file's.
+        in_memory: why experts and n-gram table cannot be read in place, in one line; None where they can.
         problem: what keeps the files from being used, in one line.
         converted: what ``mlx-moe convert`` would make of wide experts with its defaults.
     """
@@ -73,11 +83,12 @@ class Description:
     path: Path
     files: tuple[Path, ...]
     config: ModelConfig
-    norm_convention: str
+    norm_convention: str | None
     tiled: bool
     experts: Mapping[str, Experts]
     dense: Mapping[str, tuple[str, int]]
     table: Table | None
+    in_memory: str | None = None
     problem: str | None = None
     converted: Mapping[str, Any] = field(default_factory=dict)
 
@@ -153,13 +164,16 @@ class Description:
             "dense_bytes": self.dense_bytes,
             "ngram": table and {"format": table.format, "rows": table.rows, "bytes": table.nbytes, "file": table.place},
             "cold_token_bytes": self.token_bytes,
+            "in_memory": self.in_memory,
             "problem": self.problem,
             "converted": dict(self.converted) or None,
         }
 
 
-def describe(path: str | Path) -> Description:
+def describe(path: str | Path, headers_only: bool = False) -> Description:
     """Look at a pack, a GGUF file or folder, or a folder of safetensors.
+
+    headers_only: read no weight, so that the convention of norms and what a conversion would make stay unknown.
 
     Raises FileNotFoundError, FileFormatError or ConfigError, in one line, when it is none of these.
     """
@@ -169,7 +183,7 @@ def describe(path: str | Path) -> Description:
     if path.is_dir() and is_pack(path):
         return _of_pack(open_pack(path))
     if path.is_dir() and (path / "config.json").exists() and not any(path.glob("*.gguf")):
-        return _of_folder(path)
+        return _of_folder(path, headers_only)
     return _of_gguf(path)
 
 
@@ -217,7 +231,7 @@ def _of_gguf(path: Path) -> Description:
     )
 
 
-def _of_folder(path: Path) -> Description:
+def _of_folder(path: Path, headers_only: bool) -> Description:
     raw = read_config(path)
     config = ModelConfig.from_dict(raw)
     files = weight_files(path)
@@ -229,19 +243,31 @@ def _of_folder(path: Path) -> Description:
         for name, (_, info) in tensors.items()
         if not is_streamed(canonical_name(name)) and info.dtype != "I64"  # constants of the n-gram hash
     }
+    experts, in_memory = _in_place(path, config)
     found = Description(
         kind="Hugging Face" if config.quantization is None else "MLX",
         path=path,
         files=tuple(files),
         config=config,
-        norm_convention=norm_convention(tensors, raw.get("norm_convention", "auto")),
+        norm_convention=None if headers_only else norm_convention(tensors, raw.get("norm_convention", "auto")),
         tiled=bool(raw.get("linear_value_heads_tiled", False)),
-        experts=_folder_experts(tensors, config),
+        experts=experts or _folder_experts(tensors, config),
         dense=_dense_types(dense, {}, config),
         table=_folder_table(tensors, config),
+        in_memory=in_memory,
     )
     wide = any(kind in WIDE for layer in found.experts.values() for kind in (layer.gate, layer.up, layer.down))
-    return found if not wide else Description(**{**vars(found), "converted": _converted(path)})
+    return replace(found, converted=_converted(path)) if wide and not headers_only else found
+
+
+def _in_place(path: Path, config: ModelConfig) -> tuple[dict[str, Experts], str | None]:
+    """Experts as they are read in place; nothing, and the reason, where they cannot be."""
+    if config.quantization is not None:
+        return {}, f"experts packed by mx.quantize do not stream; {_REMEDY}"
+    try:
+        return _experts(folder_index(path, config).experts, config), None
+    except NotInPlace as error:
+        return {}, str(error)
 
 
 def _converted(path: Path) -> dict[str, Any]:
@@ -257,7 +283,11 @@ def _converted(path: Path) -> dict[str, Any]:
 def _experts(index: ExpertIndex, config: ModelConfig) -> dict[str, Experts]:
     names = [f"model.layers.{i}" for i in range(config.num_hidden_layers)] + ["mtp.layers.0"]
     return {
-        name: Experts(*(part.format for part in layer.parts), sum(part.length for part in layer.parts))
+        name: Experts(
+            *(part.format for part in layer.parts),
+            record_bytes=sum(part.length for part, _ in layer.pieces),
+            slot_bytes=layer.record_bytes,
+        )
         for name, layer in zip(names, index.layers, strict=False)
     }
 

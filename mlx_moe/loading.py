@@ -13,6 +13,7 @@ from mlx_moe.formats.gguf import open_gguf
 from mlx_moe.formats.tokenizer import has_tokenizer, load_tokenizer
 from mlx_moe.gguf_loading import is_gguf
 from mlx_moe.paging.moce import MoceConfig
+from mlx_moe.paging.plan import Wanted
 from mlx_moe.paging.reader import THREADS
 from mlx_moe.runtime import load_model, model_folder
 
@@ -46,6 +47,7 @@ def load(
     read_ahead: bool = True,
     io: str | None = None,
     moce: MoceConfig | None = None,
+    prefill_step_size: int = Wanted.prefill_step_size,
     adapter_path: str | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[Model, TokenizerWrapper] | tuple[Model, TokenizerWrapper, dict[str, Any]]:
@@ -59,8 +61,8 @@ def load(
         lazy: leave the weights to be read when they are first used, by the loading thread.
         return_config: also return the raw contents of config.json.
         revision: of the Hub repository.
-        dtype, norm_convention, mtp, memory, expert_slots, resident, io_threads, read_ahead, io, moce: see
-            ``load_model``.
+        dtype, norm_convention, mtp, memory, expert_slots, resident, io_threads, read_ahead, io, moce,
+            prefill_step_size: see ``load_model``.
         adapter_path, trust_remote_code: mlx-lm's, refused with the reason.
 
     Returns:
@@ -87,6 +89,7 @@ def load(
         read_ahead=read_ahead,
         io=io,
         moce=moce,
+        prefill_step_size=prefill_step_size,
     )
     tokenizer = _tokenizer(source, config, tokenizer_config)
     return (model, tokenizer, config) if return_config else (model, tokenizer)

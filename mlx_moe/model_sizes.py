@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
-from custom_kernels.ggml_blocks import format_by_name
-from mlx_moe.config import ModelConfig
 from mlx_moe.description import Description, Experts, describe
 from mlx_moe.formats.gguf import GgufFile, neighbours, read_header
 from mlx_moe.formats.gguf_model import expert_index, has_draft
@@ -18,7 +17,6 @@ from mlx_moe.formats.hub_headers import header_copy
 from mlx_moe.formats.safetensors import FileFormatError
 from mlx_moe.models.qwen4_exp.gguf_names import is_streamed, recipes
 from mlx_moe.models.qwen4_exp.sanitize import is_norm
-from mlx_moe.paging.index import PLACE_BYTES
 from mlx_moe.paging.sizes import ModelSizes
 
 _NUMBER_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1}
@@ -40,13 +38,13 @@ def model_sizes(
     Raises FileNotFoundError, FileFormatError or ConfigError, in one line.
     """
     with _located(request) as path:
-        found = describe(path)
+        found = describe(path, headers_only=True)
         return found, _sizes(found, item_bytes, mtp)
 
 
 def local_sizes(path: Path, item_bytes: int = 2, mtp: str | Path | None = "auto") -> ModelSizes:
     """Of a model that is on this machine; otherwise as ``model_sizes``."""
-    return _sizes(describe(path), item_bytes, mtp)
+    return _sizes(describe(path, headers_only=True), item_bytes, mtp)
 
 
 @contextmanager
@@ -74,20 +72,33 @@ def _sizes(found: Description, item_bytes: int, mtp: str | Path | None) -> Model
     config = found.config
     dense = {name: _in_memory(name, kind, size, item_bytes) for name, (kind, size) in found.dense.items()}
     trunk = {name: size for name, size in dense.items() if not name.startswith("mtp.")}
-    records = tuple(_record_bytes(layer, config) for layer in found.experts.values())[: config.num_hidden_layers]
+    records = tuple(_record_bytes(layer) for layer in found.experts.values())[: config.num_hidden_layers]
     draft_bytes, draft_records = _draft(found, item_bytes, mtp)
-    streamed = found.kind != "MLX"  # those experts, and the n-gram table, are in memory only
     table = found.table
-    return ModelSizes(
+    sizes = ModelSizes(
         config=config,
-        dense_bytes=sum(trunk.values()) + (table.nbytes if table and not streamed else 0),
+        dense_bytes=sum(trunk.values()),
         dense_token_bytes=sum(size for name, size in trunk.items() if not name.startswith(_EMBEDDING)),
         mtp_bytes=draft_bytes,
         records=records + draft_records,
-        row_bytes=config.ngram_heads * table.row_bytes if table and streamed else 0,
-        table_bytes=table.nbytes if table and streamed else 0,
-        streamed=streamed,
+        row_bytes=config.ngram_heads * table.row_bytes if table else 0,
+        table_bytes=table.nbytes if table else 0,
     )
+    if found.kind == "MLX":
+        return _resident(sizes, sizes.records, sizes.table_bytes)
+    if found.kind != "Hugging Face":
+        return sizes
+    rows = table.rows if table else 0
+    width = config.ple_embed_dim // config.ngram_heads if table else 0
+    numbers = (3 * config.hidden_size * config.moe_intermediate_size * item_bytes,) * len(sizes.records)
+    whole = _resident(sizes, numbers, rows * width * item_bytes)
+    return whole if found.in_memory else replace(sizes, whole=whole)
+
+
+def _resident(sizes: ModelSizes, records: tuple[int, ...], table_bytes: int) -> ModelSizes:
+    """The same model with experts of these sizes and the n-gram table in memory, as arrays."""
+    dense_bytes = sizes.dense_bytes + table_bytes
+    return replace(sizes, dense_bytes=dense_bytes, records=records, row_bytes=0, table_bytes=0, streamed=False)
 
 
 def _in_memory(name: str, kind: str, size: int, item_bytes: int) -> int:
@@ -97,17 +108,9 @@ def _in_memory(name: str, kind: str, size: int, item_bytes: int) -> int:
     return size // _NUMBER_BYTES[kind] * (4 if wide else item_bytes)
 
 
-def _record_bytes(layer: Experts, config: ModelConfig) -> int:
-    """Of one expert in memory: its parts start at multiples of ``PLACE_BYTES``, where they are blocks."""
-    hidden, width = config.hidden_size, config.moe_intermediate_size
-    try:
-        gate, up, down = (format_by_name(kind) for kind in (layer.gate, layer.up, layer.down))
-        lengths = (width * gate.row_bytes(hidden), width * up.row_bytes(hidden), hidden * down.row_bytes(width))
-    except ValueError:
-        return layer.record_bytes
-    if sum(lengths) != layer.record_bytes:  # scales belong to them
-        return layer.record_bytes
-    return sum(-(-length // PLACE_BYTES) * PLACE_BYTES for length in lengths[:2]) + lengths[2]
+def _record_bytes(layer: Experts) -> int:
+    """Of one expert in memory."""
+    return layer.slot_bytes or layer.record_bytes
 
 
 def _draft(found: Description, item_bytes: int, mtp: str | Path | None) -> tuple[int, tuple[int, ...]]:
@@ -117,7 +120,7 @@ def _draft(found: Description, item_bytes: int, mtp: str | Path | None) -> tuple
     if mtp == "auto" and found.has_mtp:
         own = {name: size for name, size in found.dense.items() if name.startswith("mtp.")}
         dense = sum(_in_memory(name, kind, size, item_bytes) for name, (kind, size) in own.items())
-        return dense, (_record_bytes(list(found.experts.values())[-1], found.config),)
+        return dense, (_record_bytes(list(found.experts.values())[-1]),)
     file = _beside(found) if mtp == "auto" else _named(Path(mtp).expanduser(), found)
     if file is None:
         return 0, ()

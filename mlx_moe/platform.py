@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import os
 import platform
 import statistics
@@ -20,6 +21,9 @@ from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 DIRECT_ALIGNMENT = 1 if sys.platform == "darwin" else 4096
 """Of offsets, lengths and addresses of reads from a file that ``open_direct`` opened."""
+
+CONSTANT_BYTES = 64 << 20
+"""Arrays of this many bytes in all are constants and results, for which a plan's share of the process has room."""
 
 
 def open_direct(path: Path) -> int:
@@ -101,22 +105,34 @@ class MemoryLimits:
     """
 
     _lock = threading.RLock()  # a finalizer may run while another limit is set
-    _held: ClassVar[dict[int, tuple[int, int]]] = {}  # (bytes in all, of the cache) by id of what holds them
+    _held: ClassVar[dict[int, tuple[int, int, int]]] = {}  # (in all, cache, spare) in bytes, by id of what holds them
     _earlier: ClassVar[tuple[int, int, int | None] | None] = None
 
-    def __init__(self, beside_bytes: int, cache_bytes: int) -> None:
-        """beside_bytes: of MLX's memory, all but the arena. cache_bytes: that MLX may keep for further use."""
-        self._beside_bytes, self._cache_bytes = beside_bytes, cache_bytes
+    def __init__(self, beside_bytes: int, cache_bytes: int, spare_bytes: int = 0) -> None:
+        """
+        Args:
+            beside_bytes: of MLX's memory, all but the arena.
+            cache_bytes: that MLX may keep for further use.
+            spare_bytes: of ``beside_bytes``, what sequences and passes will take and weights do not.
+        """
+        self._beside_bytes, self._cache_bytes, self._spare_bytes = beside_bytes, cache_bytes, spare_bytes
 
     @classmethod
     def are_set(cls) -> bool:
         """Whether some model holds limits."""
         return bool(cls._held)
 
+    @classmethod
+    def held_bytes(cls) -> tuple[int, int]:
+        """Of MLX's memory, what the models' plans take, and what of it weights do not."""
+        with cls._lock:
+            held = list(cls._held.values())
+        return sum(memory for memory, _, _ in held), sum(spare for _, _, spare in held)
+
     def hold(self, arena_bytes: int) -> None:
         """From now on, with an arena of this size."""
         with self._lock:
-            self._held[id(self)] = self._beside_bytes + arena_bytes, self._cache_bytes
+            self._held[id(self)] = self._beside_bytes + arena_bytes, self._cache_bytes, self._spare_bytes
             self._apply()
 
     def release(self) -> None:
@@ -129,12 +145,25 @@ class MemoryLimits:
     def _apply(cls) -> None:
         held = list(cls._held.values())
         if held:
-            total = sum(memory for memory, _ in held)
-            found = _set_limits(total, max(cache for _, cache in held), _wired_limit(total))
+            total = sum(memory for memory, _, _ in held)
+            found = _set_limits(total, max(cache for _, cache, _ in held), _wired_limit(total))
             cls._earlier = cls._earlier or found
         elif cls._earlier is not None:
             _set_limits(*cls._earlier)
             cls._earlier = None
+
+
+def taken_bytes() -> int:
+    """Of MLX's memory, what a further model cannot have: plans of models that are loaded, and arrays of others.
+
+    Whichever is more: what the plans take, or what MLX's arrays take now and those models will still need. Of arrays
+    ``CONSTANT_BYTES`` are not counted, which are no model. Models that nobody refers to any more are let go first.
+    """
+    if MemoryLimits.are_set() or mx.get_active_memory() > CONSTANT_BYTES:
+        gc.collect()
+    held, spare = MemoryLimits.held_bytes()
+    arrays = mx.get_active_memory() - CONSTANT_BYTES
+    return max(held, arrays + spare if arrays > 0 else 0)
 
 
 def _set_limits(memory_bytes: int, cache_bytes: int, wired_bytes: int | None) -> tuple[int, int, int | None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,16 @@ from mlx_moe.formats.checkpoint import Checkpoint, read_checkpoint, write_checkp
 from mlx_moe.formats.hub import resolve
 from mlx_moe.formats.pack import is_pack
 from mlx_moe.gguf_loading import is_gguf, load_gguf
+from mlx_moe.hf_loading import folder_sources
 from mlx_moe.models.layers import PackedWeight, on_cpu
 from mlx_moe.models.qwen4_exp import Model
 from mlx_moe.models.qwen4_exp import sanitize as names
+from mlx_moe.models.qwen4_exp.gguf_names import is_streamed
 from mlx_moe.pack_loading import load_pack
 from mlx_moe.paging.budget import Paging
 from mlx_moe.paging.moce import MoceConfig
+from mlx_moe.paging.plan import Wanted
 from mlx_moe.paging.reader import THREADS
-from mlx_moe.paging.resident import ResidentExperts, ResidentRows
 from mlx_moe.verdicts import require_kernels
 from mlx_moe.weights import (
     DTYPES,
@@ -68,12 +71,14 @@ def load_model(
     read_ahead: bool = True,
     io: str | None = None,
     moce: MoceConfig | None = None,
+    prefill_step_size: int = Wanted.prefill_step_size,
 ) -> tuple[Model, dict[str, Any]]:
     """Load a model without its tokenizer.
 
-    Experts of GGUF files and packs that do not fit into memory stay in their files and are read when they are needed;
-    without ``moce`` output does not depend on how many stand in memory. ``model.close()``, or ``with`` the model, ends
-    the threads.
+    Experts that do not fit into memory stay in their files and are read when they are needed; without ``moce`` output
+    does not depend on how many stand in memory. ``model.close()``, or ``with`` the model, ends the threads. Experts
+    of a model folder are arrays in memory where all fit so and none of ``memory``, ``expert_slots``, ``resident`` and
+    ``moce`` is given, or where ``mx.quantize`` packed them.
 
     Args:
         path: a model folder, a pack, a GGUF file, a folder of one GGUF model's shards, or a Hub repository; None is the
@@ -81,20 +86,23 @@ def load_model(
         dtype: float32, bfloat16 or float16 to compute in; None keeps what the file holds (of GGUF files and packs
             bfloat16), and is float32 where MLX has no GPU, since its CPU products are many times slower in 16 bits.
         model_config: entries that override config.json.
-        lazy: leave the weights to be read when they are first used, by the loading thread; not of GGUF files or packs.
+        lazy: leave the weights to be read when they are first used, by the loading thread; not of GGUF files or packs,
+            nor where experts stream.
         revision: of the Hub repository.
         norm_convention: "auto", or "raw" or "folded" for model folders that do not say it clearly.
         mtp: the draft layer: "auto" is the model's own, or that of a GGUF file beside the model; None is none; a GGUF
             file takes it from there.
         mtp_norm_per_stream: llama.cpp's reading of the MTP layer's hidden norm; changes draft acceptance only.
-        memory: this process's ceiling, as "10GB" or in bytes; None is what the machine has.
+        memory: this process's ceiling, for all of its models, as "10GB" or in bytes; None is what the machine has. What
+            models that are loaded already hold is not available to this one.
         expert_slots: experts per layer in memory; None is as many as fit.
         resident: all experts in memory, or an error.
         io_threads: that read experts.
         read_ahead: read what the next layer will probably need.
         io: "direct" past the page cache, with a warning where that cannot be, or "buffered"; None is direct, quietly.
-        moce: of GGUF files and packs, prefer experts in memory (cache-aware routing); output then depends on how many
-            there are and on what was in memory before. None is the plain router.
+        moce: prefer experts in memory (cache-aware routing); output then depends on how many there are and on what was
+            in memory before. None is the plain router.
+        prefill_step_size: prompt tokens per pass that memory is planned for; name the same to what generates.
 
     Returns:
         The model, evaluated and usable from any thread, and the raw contents of config.json.
@@ -111,17 +119,15 @@ def load_model(
         raise ValueError(f"{source}: {option} cannot be used with GGUF files and packs; leave it out")
     if not is_gguf(source) and mtp not in ("auto", None):
         raise ValueError(f"mtp is {mtp}, but the draft layer of a model folder is the folder's own; leave it out")
-    paging = Paging(memory, expert_slots, resident, io_threads, read_ahead, io, moce)
+    paging = Paging(memory, expert_slots, resident, io_threads, read_ahead, io, moce, prefill_step_size)
     if is_gguf(source):
         model, raw = load_gguf(source, _packed_dtype(dtype), model_config, mtp, mtp_norm_per_stream, paging)
     elif packed:
         model, raw = load_pack(source, _packed_dtype(dtype), model_config, mtp is not None, mtp_norm_per_stream, paging)
-    elif given := [name for name in ("memory", "expert_slots", "moce") if getattr(paging, name) is not None]:
-        option = given[-1]
-        raise ValueError(f"{source}: {option} cannot be used with a model folder, whose experts are all in memory")
     else:
         raw = {**read_config(source), **(model_config or {})}
-        model = _load_folder(source, raw, dtype, norm_convention, mtp is not None, mtp_norm_per_stream)
+        options = _FolderOptions(norm_convention, mtp is not None, mtp_norm_per_stream, lazy, paging)
+        model = _load_folder(source, raw, dtype, options)
     if not lazy:
         evaluate(model)
     require_kernels(KERNELS | kernels_of(model))
@@ -194,35 +200,56 @@ def quantize_model(
 
 def _refuse_blocks(model: Model, what: str) -> None:
     if not isinstance(model._experts, nn.Module):
-        raise ValueError(f"a model that was loaded from a GGUF file cannot be {what}; start from a model folder")
+        raise ValueError(
+            f"a model whose experts stand in memory as their files have them cannot be {what}; load a model folder"
+            " whose experts fit, without memory, expert_slots, resident and moce"
+        )
 
 
-def _load_folder(
-    folder: Path, raw: Mapping[str, Any], dtype: mx.Dtype | None, norm_convention: str, mtp: bool, per_stream: bool
-) -> Model:
-    """The model of a folder of safetensors, its weights still lazy. mtp: whether to take the draft layer along."""
+@dataclass(frozen=True)
+class _FolderOptions:
+    """Of ``load_model``, those for folders of safetensors. mtp: whether to take the draft layer along."""
+
+    norm_convention: str
+    mtp: bool
+    mtp_norm_per_stream: bool
+    lazy: bool
+    paging: Paging
+
+
+def _load_folder(folder: Path, raw: Mapping[str, Any], dtype: mx.Dtype | None, options: _FolderOptions) -> Model:
+    """The model of a folder of safetensors, its dense weights still lazy."""
     config = ModelConfig.from_dict(raw)
     checkpoint = read_checkpoint(folder)
     _report_vision(checkpoint)
     check_hashes(names.hash_buffers(checkpoint.tensors), config)
     dtype = dtype or _default_dtype(raw, checkpoint)
-    convention = raw.get("norm_convention", "auto") if norm_convention == "auto" else norm_convention
-    weights = names.sanitize(checkpoint.tensors, config, convention, dtype)
-    checkpoint.tensors.clear()  # from here on only the model holds what it needs, so memory stays near the result
-    if not mtp:
+    draft = options.mtp and any(names.canonical_name(name).startswith("mtp.") for name in checkpoint.tensors)
+    sources = folder_sources(folder, config, dtype, draft, options.paging, options.lazy)
+    convention = raw.get("norm_convention", "auto") if options.norm_convention == "auto" else options.norm_convention
+    weights = _weights(checkpoint, config, dtype, convention, sources.in_place)
+    if not draft:
         weights = {name: tensor for name, tensor in weights.items() if not name.startswith("mtp.")}
-    model = _build(config, any(name.startswith("mtp.") for name in weights), per_stream)
+    model = Model(config, sources.experts, sources.rows, mtp=draft, mtp_norm_per_stream=options.mtp_norm_per_stream)
+    model.eval()
     origin = Origin(str(checkpoint.folder), "config.json", lambda name: _file_of(name, checkpoint))
     expect_packing(model, weights, origin, dtype)
     put(model, weights, origin, dtype)
+    if sources.in_place:
+        sources.experts.fill()
     return model
 
 
-def _build(config: ModelConfig, mtp: bool, per_stream: bool) -> Model:
-    experts = ResidentExperts(config, config.num_hidden_layers + mtp)
-    model = Model(config, experts, ResidentRows(config), mtp=mtp, mtp_norm_per_stream=per_stream)
-    model.eval()
-    return model
+def _weights(
+    checkpoint: Checkpoint, config: ModelConfig, dtype: mx.Dtype, convention: str, in_place: bool
+) -> dict[str, mx.array]:
+    """Canonical weights, of which the checkpoint holds none any more. in_place: experts and rows are not among them."""
+    tensors = checkpoint.tensors
+    if in_place:
+        tensors = {name: tensor for name, tensor in tensors.items() if not is_streamed(names.canonical_name(name))}
+    weights = names.sanitize(tensors, config, convention, dtype)
+    checkpoint.tensors.clear()  # from here on only the model holds what it needs, so memory stays near the result
+    return weights
 
 
 def _packed_dtype(dtype: mx.Dtype | None) -> mx.Dtype:

@@ -1,4 +1,4 @@
-"""The composition root of streaming: plan, reader, arena and sources meet, for GGUF files and packs alike."""
+"""The composition root of streaming: plan, reader, arena and sources meet, for GGUF files, packs and folders."""
 
 from __future__ import annotations
 
@@ -13,36 +13,49 @@ from mlx_moe.model_sizes import local_sizes
 from mlx_moe.paging.budget import Paging
 from mlx_moe.paging.experts import ArenaExperts
 from mlx_moe.paging.files import Direct
-from mlx_moe.paging.index import ExpertIndex, RowIndex
+from mlx_moe.paging.index import ExpertIndex, JoinedRows, RowIndex
 from mlx_moe.paging.plan import Machine, MemoryPlan, plan_memory
 from mlx_moe.paging.reader import ExpertReader, can_be_direct
 from mlx_moe.paging.residency import Room
 from mlx_moe.paging.resident import ResidentRows
 from mlx_moe.paging.rows import FileRows
-from mlx_moe.platform import DIRECT_ALIGNMENT, MemoryLimits, device, max_buffer_bytes, open_direct
+from mlx_moe.paging.sizes import ModelSizes
+from mlx_moe.platform import DIRECT_ALIGNMENT, MemoryLimits, device, max_buffer_bytes, open_direct, taken_bytes
 
 logger = logging.getLogger(__name__)
 
 
 def plan_model(
-    source: Path, config: ModelConfig, dtype: mx.Dtype, mtp: str | Path | None, paging: Paging
+    source: Path,
+    config: ModelConfig,
+    dtype: mx.Dtype,
+    mtp: str | Path | None,
+    paging: Paging,
+    sizes: ModelSizes | None = None,
 ) -> MemoryPlan:
     """How much of a model in files will be in memory on this machine, as ``mlx-moe plan`` says.
 
+    What other models of this process hold is not available any more.
+
     Args:
-        source: a GGUF file, a folder of its shards, or a pack.
+        source: a GGUF file, a folder of its shards, a pack, or a folder whose experts can be read in place.
         config: what the model is built from.
         dtype: that it computes in.
         mtp: as for ``load_model``.
+        sizes: of the source, where they are known already.
 
     Raises ValueError, in one line, when it does not fit.
     """
-    machine, sizes = device(), replace(local_sizes(source, dtype.size, mtp), config=config)
+    sizes = (sizes or local_sizes(source, dtype.size, mtp)).of(config)
+    if paging.moce is not None:
+        sizes = replace(sizes, whole=None)  # which prefers nobody
+    here, taken = device(), taken_bytes()
     try:
         wanted = paging.wanted(sizes, dtype.size)
-        plan = plan_memory(sizes, Machine(machine.memory_bytes, machine.working_set_bytes), wanted).require()
+        plan = plan_memory(sizes, Machine(here.memory_bytes, here.working_set_bytes, taken), wanted).require()
     except ValueError as error:
-        raise ValueError(f"{source}: {error}; this machine has {machine.memory_bytes / 1e9:.1f} GB") from None
+        others = f", of which other models of this process hold {taken / 1e9:.2f} GB" if taken else ""
+        raise ValueError(f"{source}: {error}; this machine has {here.memory_bytes / 1e9:.1f} GB{others}") from None
     if plan.slots < config.num_experts:
         logger.info(
             "%s: %d of %d experts per layer in memory, the others stream", source, plan.slots, config.num_experts
@@ -59,14 +72,16 @@ def expert_source(index: ExpertIndex, plan: MemoryPlan, paging: Paging) -> Arena
         index: of every MoE layer, the draft layer's last.
     """
     left = plan.ceiling_bytes - (plan.total_bytes - plan.arena_bytes)
-    limits = MemoryLimits(plan.gpu_bytes - plan.arena_bytes, plan.workspace_bytes)
+    weights = plan.dense_bytes + plan.mtp_bytes
+    beside = plan.gpu_bytes - plan.arena_bytes
+    limits = MemoryLimits(beside, plan.workspace_bytes, spare_bytes=beside - weights)
     room = Room(left, max_buffer_bytes())
     reader = _reader(index, paging)
     return ArenaExperts(plan.sizes.config, index, plan.slots, room, reader, paging.read_ahead, limits, paging.moce)
 
 
 def row_source(
-    config: ModelConfig, table: RowIndex | None, dtype: mx.Dtype, experts: ArenaExperts, plan: MemoryPlan
+    config: ModelConfig, table: RowIndex | JoinedRows | None, dtype: mx.Dtype, experts: ArenaExperts, plan: MemoryPlan
 ) -> FileRows | ResidentRows:
     """Rows of the n-gram table, read by the threads that read experts; in memory where the model has no table file."""
     if table is None:

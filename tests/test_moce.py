@@ -10,12 +10,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from checkpoints import random_weights, write
 from custom_kernels.moce_route import NO_SLOT, plain_route
-from mlx_moe import MoceConfig, load_model
+from mlx_moe import MoceConfig
 from mlx_moe.paging.routing import WindowRouter, divergence
 from paging.streamed import EXPERTS, IDS, LAYERS, TOP_K, delayed, greedy, logits, opened, write_model
-from tiny_tokenizer import short_config
 
 SLOTS = 10
 MOCE = MoceConfig(measure=True)
@@ -79,13 +77,6 @@ def test_a_rank_below_what_a_token_uses(path):
         opened(path, SLOTS, moce=MoceConfig(max_rank=3))
     with pytest.raises(ValueError, match="moce is True; needed: a MoceConfig, or None"):
         opened(path, SLOTS, moce=True)
-
-
-def test_model_folders_have_all_experts_in_memory(tmp_path):
-    raw = short_config()
-    folder = write(tmp_path / "m", raw, random_weights(raw))
-    with pytest.raises(ValueError, match="moce cannot be used with a model folder"):
-        load_model(folder, moce=MoceConfig())
 
 
 # Output

@@ -9,7 +9,7 @@ import pytest
 
 from mlx_moe import load_model, platform
 from mlx_moe.paging.budget import Paging
-from mlx_moe.platform import Device, MemoryLimits, wired_memory
+from mlx_moe.platform import CONSTANT_BYTES, Device, MemoryLimits, taken_bytes, wired_memory
 from mlx_moe.runtime import DEMO
 from mlx_moe.streaming import plan_model
 
@@ -60,6 +60,35 @@ def test_limits_of_two_models(limits):
     assert limits == BEFORE
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+def test_limits_come_back_in_any_order(limits, order):
+    held = [MemoryLimits(300, 50), MemoryLimits(100, 60), MemoryLimits(10, 70)]
+    for i, one in enumerate(held):
+        one.hold(100 * i)
+    for i in order:
+        assert limits != BEFORE
+        held[i].release()
+    assert limits == BEFORE
+
+
+def test_what_other_models_take(limits, monkeypatch):
+    """Their plans, or the arrays there are and what those models will still need; constants are no model."""
+    active = [0]
+    monkeypatch.setattr(mx, "get_active_memory", lambda: active[0])
+    assert taken_bytes() == 0
+    first, second = MemoryLimits(300, 50, spare_bytes=100), MemoryLimits(200, 50, spare_bytes=20)
+    first.hold(1000)
+    second.hold(0)
+    assert MemoryLimits.held_bytes() == (1500, 120) and taken_bytes() == 1500
+    for active[0], want in ((CONSTANT_BYTES, 1500), (CONSTANT_BYTES + 1300, 1500), (CONSTANT_BYTES + 5000, 5120)):
+        assert taken_bytes() == want
+    first.release()
+    second.release()
+    assert taken_bytes() == 5000, "of models that are no plan's"
+    active[0] = CONSTANT_BYTES
+    assert taken_bytes() == 0
+
+
 def test_without_metal_nothing_is_wired(limits, monkeypatch):
     monkeypatch.setattr(mx.metal, "is_available", lambda: False)
     held = MemoryLimits(300, 50)
@@ -98,6 +127,28 @@ def test_a_model_holds_limits_until_its_end(limits, monkeypatch, end):
             model.close()
         del model
         gc.collect()
+        assert _limits() == (1 << 40, 1 << 39)
+    finally:
+        mx.set_memory_limit(earlier[0])
+        mx.set_cache_limit(earlier[1])
+
+
+@pytest.mark.parametrize("last", [0, 1])
+def test_two_models_end_where_mlx_was(monkeypatch, last):
+    """Whoever is closed last; and a third one after them."""
+    gc.collect()
+    earlier = mx.set_memory_limit(1 << 40), mx.set_cache_limit(1 << 39)
+    try:
+        monkeypatch.setattr(MemoryLimits, "_held", {})
+        monkeypatch.setattr(MemoryLimits, "_earlier", None)
+        models = [load_model(DEMO, mx.float32, expert_slots=slots)[0] for slots in (8, 6)]
+        models[1 - last].close()
+        assert _limits() != (1 << 40, 1 << 39)
+        models[last].resize_experts(10)
+        models[last].close()
+        assert _limits() == (1 << 40, 1 << 39)
+        with load_model(DEMO, mx.float32, expert_slots=6)[0]:
+            assert _limits()[0] < 1 << 40
         assert _limits() == (1 << 40, 1 << 39)
     finally:
         mx.set_memory_limit(earlier[0])

@@ -99,10 +99,11 @@ def _costs(found: Description) -> list[str]:
     token, config = found.token_bytes, found.config
     layers = config.num_hidden_layers * config.num_experts_per_tok
     rows = [("in memory", "dense", found.dense_bytes, token["dense"], "")]
-    rows.append(("streamed", "experts", found.expert_bytes, token["experts"], f"{layers} experts, none cached"))
+    where = "in memory" if found.in_memory else "streamed"
+    rows.append((where, "experts", found.expert_bytes, token["experts"], f"{layers} experts, none cached"))
     if found.table:
         text = f"{config.ngram_heads} rows of {size(found.table.row_bytes)}, {found.table.format}"
-        rows.append(("streamed", "n-gram table", found.table.nbytes, token["rows"], text))
+        rows.append((where, "n-gram table", found.table.nbytes, token["rows"], text))
     head = f"{'':<11}{'':<14}{'size':>10}{'per token':>12}"
     return [head, *(f"{a:<11}{b:<14}{size(c):>10}{size(d):>12}  {e}".rstrip() for a, b, c, d, e in rows)]
 
@@ -111,6 +112,8 @@ def _advice(found: Description) -> list[str]:
     out: list[str] = []
     if found.table and found.kind == "pack" and found.table.place not in {str(path) for path in found.files}:
         out += ["", *_wrapped(f"The n-gram table stays in {found.table.place}")]
+    if found.in_memory:
+        out += ["", *_wrapped(found.in_memory)]
     if found.problem:
         out += ["", *_wrapped(f"warning: {found.problem}")]
     if found.converted:

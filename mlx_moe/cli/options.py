@@ -85,7 +85,7 @@ def parser(verb: str, description: str, prompts: bool = True) -> argparse.Argume
 
 
 def _add_paging(out: argparse.ArgumentParser) -> None:
-    """Where experts of GGUF files and packs are kept. Defaults are those of ``load_model``, so absent ones are None."""
+    """Where experts are kept. Defaults are those of ``load_model``, so absent ones are None."""
     out.add_argument("--memory", metavar="SIZE", help="ceiling of this process, as 10GB (default: the machine's)")
     out.add_argument("--expert-slots", type=int, metavar="N", help="experts per layer in memory (default: what fits)")
     out.add_argument("--resident", action="store_true", default=None, help="all experts in memory, or stop")
@@ -112,8 +112,8 @@ def _add_moce(out: argparse.ArgumentParser) -> None:
 
 def paging(args: argparse.Namespace) -> dict[str, Any]:
     """Keywords of ``load`` for the options of paging and of cache-aware routing that were given."""
-    names = ("memory", "expert_slots", "resident", "io_threads", "read_ahead", "io")
-    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    names = ("memory", "expert_slots", "resident", "io_threads", "read_ahead", "io", "prefill_step_size")
+    given = {name: value for name in names if (value := getattr(args, name, None)) is not None}
     settings = moce(args)
     return given if settings is None else given | {"moce": settings}
 

@@ -120,7 +120,10 @@ def _write_json(file: str, model: str, plan: MemoryPlan, expected: Expectation, 
     """Sizes in bytes, times in seconds."""
     value = {
         "model": model,
-        "machine": asdict(plan.machine),
+        "machine": {
+            "memory_bytes": plan.machine.memory_bytes,
+            "working_set_bytes": plan.machine.working_set_bytes,
+        },
         "wanted": asdict(plan.wanted),
         "ceiling_bytes": plan.ceiling_bytes,
         "parts": plan.parts,

@@ -49,8 +49,22 @@ class _Found:
     experts: dict[str, dict[str, Matrices]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(dict)))
     tables: dict[str, dict[int, Stored]] = field(default_factory=lambda: defaultdict(dict))
     dense: dict[str, tuple[Path, str, TensorInfo]] = field(default_factory=dict)
-    hashes: dict[str, mx.array] = field(default_factory=dict)
+    hashes: dict[str, tuple[str, Path, TensorInfo]] = field(default_factory=dict)
     scales: dict[str, Stored] = field(default_factory=dict)
+    vision: int = 0
+
+    @property
+    def has_mtp(self) -> bool:
+        """Whether the draft layer is there."""
+        return any(name.startswith("mtp.") for name in self.dense)
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """What of a folder need not be in memory: experts, the draft layer's last, and the n-gram table in parts."""
+
+    layers: tuple[LayerSource, ...]
+    table: tuple[Stored, ...] | None
 
 
 def open_hf_source(path: Path, norm_convention: str = "auto") -> Source:
@@ -61,14 +75,14 @@ def open_hf_source(path: Path, norm_convention: str = "auto") -> Source:
     config = ModelConfig.from_dict(raw)
     files = weight_files(path)
     found = _sort(files)
+    if found.vision:
+        logger.warning("%s: %d tensors of the image encoder are left out; text only", path, found.vision)
     convention, norms = _norms(
         found, raw.get("norm_convention", "auto") if norm_convention == "auto" else norm_convention
     )
-    mtp = any(name.startswith("mtp.") for name in found.dense)
-    layers = [f"model.layers.{i}" for i in range(config.num_hidden_layers)] + ["mtp.layers.0"] * mtp
     dense = tuple(_dense(name, *entry, norms, found.scales) for name, entry in found.dense.items())
-    check_complete(path, config, dense, mtp)
-    check_hashes(path, config, found.hashes)
+    check_complete(path, config, dense, found.has_mtp)
+    check_hashes(path, config, {name: _whole_numbers(*entry) for name, entry in found.hashes.items()})
     return Source(
         kind="Hugging Face",
         path=path,
@@ -76,12 +90,21 @@ def open_hf_source(path: Path, norm_convention: str = "auto") -> Source:
         raw=_clean(raw),
         config=config,
         norm_convention=convention,
-        layers=tuple(_layer(path, config, found, name) for name in layers),
+        layers=_layers(path, config, found),
         dense=dense,
         table=_table(path, config, found),
         place=None,
         save_tokenizer=partial(copy_tokenizer, path),
     )
+
+
+def find_streamed(path: Path, config: ModelConfig) -> Streamed:
+    """Experts and n-gram table of a folder, from headers alone.
+
+    Raises FileFormatError or ConfigError, in one line, when one is missing or of another shape.
+    """
+    found = _sort(weight_files(path))
+    return Streamed(_layers(path, config, found), _table(path, config, found))
 
 
 def _clean(raw: dict[str, Any]) -> dict[str, Any]:
@@ -95,7 +118,7 @@ def _clean(raw: dict[str, Any]) -> dict[str, Any]:
 
 def _sort(files: Sequence[Path]) -> _Found:
     """Every tensor of every file to its use. Raises when a name stands twice or cannot be read here."""
-    found, seen, vision = _Found(), {}, 0
+    found, seen = _Found(), {}
     for path in files:
         tensors, _ = read_header(path)
         for name, info in tensors.items():
@@ -103,11 +126,9 @@ def _sort(files: Sequence[Path]) -> _Found:
                 raise FileFormatError(f"{path}: tensor {name[:120]!r} is also in {seen[name].name}")
             seen[name] = path
             if names.is_vision(name):
-                vision += 1
+                found.vision += 1
             else:
                 _take(found, path, name, info)
-    if vision:
-        logger.warning("%s: %d tensors of the image encoder are left out; text only", files[0].parent, vision)
     return found
 
 
@@ -116,7 +137,7 @@ def _take(found: _Found, path: Path, name: str, info: TensorInfo) -> None:
     if name.endswith((".scales", ".biases")):
         raise FileFormatError(f"{where}: is packed by mx.quantize; convert the model that it was made from")
     if name.endswith(_HASHES):
-        found.hashes[names.canonical_name(name)] = _whole_numbers(where, path, info)
+        found.hashes[names.canonical_name(name)] = (where, path, info)
     elif _SCALE.search(name):
         found.scales[_scale_key(where, name)] = _scale(where, path, info)
     elif match := _EXPERT.search(name):
@@ -177,6 +198,12 @@ def _take_all(where: str, layer: dict[str, Matrices], part: str, whole: Stored, 
             _add(where, layer[kind], e, replace(whole, offset=at, shape=shape))
 
 
+def _layers(path: Path, config: ModelConfig, found: _Found) -> tuple[LayerSource, ...]:
+    """Experts of every layer, the draft layer's last."""
+    layers = [f"model.layers.{i}" for i in range(config.num_hidden_layers)] + ["mtp.layers.0"] * found.has_mtp
+    return tuple(_layer(path, config, found, name) for name in layers)
+
+
 def _layer(path: Path, config: ModelConfig, found: _Found, name: str) -> LayerSource:
     hidden, width = config.hidden_size, config.moe_intermediate_size
     shapes = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
@@ -195,7 +222,7 @@ def _part(path: Path, config: ModelConfig, found: _Found, key: tuple[str, str], 
     for e, matrix in enumerate(experts):
         if matrix.shape != shape or matrix.format != experts[0].format:
             got, want = f"{matrix.format} {matrix.shape}", f"{experts[0].format} {shape}"
-            raise ConfigError(f"{where} {e} is {got}, needed {want}")
+            raise ConfigError(f"{where} {e} is {got}, needed {want} ({matrix.file.name})")
     return [
         _scaled(f"{where} {e}", matrix, found.scales.get(f"{layer}.{part}.{e}")) for e, matrix in enumerate(experts)
     ]

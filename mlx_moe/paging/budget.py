@@ -25,6 +25,7 @@ class Paging:
         read_ahead: read what the next layer will probably need.
         io: "direct" goes past the page cache and says where it cannot, "buffered" never does; None is direct, quietly.
         moce: prefer experts in memory in windows, which changes output; None is the plain router.
+        prefill_step_size: prompt tokens per pass that are planned for.
     """
 
     memory: str | int | None = None
@@ -34,8 +35,11 @@ class Paging:
     read_ahead: bool = True
     io: str | None = None
     moce: MoceConfig | None = None
+    prefill_step_size: int = Wanted.prefill_step_size
 
     def __post_init__(self) -> None:
+        if self.prefill_step_size < 1:
+            raise ValueError(f"prefill_step_size is {self.prefill_step_size}; allowed: 1 or more")
         if self.resident and self.expert_slots is not None:
             raise ValueError("resident and expert_slots were both given; leave one out")
         if self.expert_slots is not None and self.expert_slots < MIN_SLOTS:
@@ -49,6 +53,12 @@ class Paging:
         if self.memory is not None:
             self._ceiling_bytes()
 
+    @property
+    def asks(self) -> str | None:
+        """The setting, if any, that only experts which can stream obey."""
+        asked = {"memory": self.memory, "expert_slots": self.expert_slots, "moce": self.moce}
+        return next((name for name, value in asked.items() if value is not None), None)
+
     def wanted(self, sizes: ModelSizes, item_bytes: int) -> Wanted:
         """What a plan is asked for; more slots than experts are as many as experts."""
         slots = None if self.expert_slots is None else min(self.expert_slots, sizes.config.num_experts)
@@ -56,6 +66,7 @@ class Paging:
             memory_bytes=None if self.memory is None else self._ceiling_bytes(),
             expert_slots=sizes.config.num_experts if self.resident else slots,
             context=default_context(sizes.config),
+            prefill_step_size=self.prefill_step_size,
             item_bytes=item_bytes,
         )
 

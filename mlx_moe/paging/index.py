@@ -1,13 +1,15 @@
 """Where the experts and the n-gram rows lie on disk: files, offsets, lengths, and places in a record.
 
-A record is one expert as it is in memory: gate, up and down one after the other, each from a multiple of
-``PLACE_BYTES`` on, since kernels read words. Every layer has its own formats and so its own record size; each expert's
-parts may lie anywhere. Knows no MLX and reads nothing.
+A record is one expert as it is in memory: gate, up and down one after the other, then the scales of those whose scales
+lie apart, each from a multiple of ``PLACE_BYTES`` on, since kernels read words. Every layer has its own formats and so
+its own record size; each expert's parts may lie anywhere. Knows no MLX and reads nothing.
 """
 
 from __future__ import annotations
 
+import bisect
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +38,7 @@ class PartIndex:
         length: bytes of one expert.
         files: [E] integers, which of the index's files each expert is in.
         offsets: [E] int64, its first byte there.
+        scales: of a format whose scales lie apart (F8_E4M3): F32 or BF16 numbers of a shape of their own.
     """
 
     format: str
@@ -43,12 +46,20 @@ class PartIndex:
     length: int
     files: np.ndarray
     offsets: np.ndarray
+    scales: PartIndex | None = None
 
     def __post_init__(self) -> None:
         if self.length <= 0 or self.offsets.ndim != 1 or self.files.shape != self.offsets.shape:
             raise ValueError(f"{self.length} bytes at {self.offsets.shape} offsets in {self.files.shape} files")
         if self.offsets.size and (self.offsets.min() < 0 or self.files.min() < 0):
             raise ValueError("an offset or a file number is negative")
+        if self.scales is not None and self.scales.offsets.size != self.offsets.size:
+            raise ValueError(f"scales of {self.scales.offsets.size} experts for {self.offsets.size}")
+
+    def shifted(self, files: int) -> PartIndex:
+        """The same in an index that has so many files before these."""
+        scales = self.scales and self.scales.shifted(files)
+        return replace(self, files=self.files + files, scales=scales)
 
     @classmethod
     def strided(
@@ -73,8 +84,17 @@ class LayerIndex:
 
     @property
     def parts(self) -> tuple[PartIndex, PartIndex, PartIndex]:
-        """In the order of the record."""
+        """The matrices, in the order of the record."""
         return self.gate, self.up, self.down
+
+    @cached_property
+    def pieces(self) -> tuple[tuple[PartIndex, int], ...]:
+        """All that an expert's record holds, in its order: what, and where it starts."""
+        out, at = [], 0
+        for part in (*self.parts, *(part.scales for part in self.parts if part.scales is not None)):
+            out.append((part, at))
+            at = _rounded(at + part.length)
+        return tuple(out)
 
     @property
     def experts(self) -> int:
@@ -84,13 +104,19 @@ class LayerIndex:
     @property
     def record_bytes(self) -> int:
         """Bytes of one expert, the gaps between its parts included."""
-        return self.places[2] + self.down.length
+        last, at = self.pieces[-1]
+        return at + last.length
 
     @property
     def places(self) -> tuple[int, int, int]:
         """Where gate, up and down start in the record."""
-        up = _rounded(self.gate.length)
-        return 0, up, _rounded(up + self.up.length)
+        return tuple(at for _, at in self.pieces[:3])
+
+    @property
+    def scale_places(self) -> tuple[int | None, int | None, int | None]:
+        """Where the scales of gate, up and down start; None for those without."""
+        places = iter(at for _, at in self.pieces[3:])
+        return tuple(None if part.scales is None else next(places) for part in self.parts)
 
 
 @dataclass(frozen=True)
@@ -102,22 +128,18 @@ class ExpertIndex:
 
     def __post_init__(self) -> None:
         for i, layer in enumerate(self.layers):
-            if any(part.files.max(initial=0) >= len(self.files) for part in layer.parts):
+            if any(part.files.max(initial=0) >= len(self.files) for part, _ in layer.pieces):
                 raise ValueError(f"layer {i} names a file that is not among the {len(self.files)}")
 
     def joined(self, other: ExpertIndex) -> ExpertIndex:
         """These layers and then the other's, as of a draft layer in a file of its own."""
-        shift = len(self.files)
-        moved = [
-            LayerIndex(*(replace(part, files=part.files + shift) for part in layer.parts)) for layer in other.layers
-        ]
+        moved = [LayerIndex(*(part.shifted(len(self.files)) for part in layer.parts)) for layer in other.layers]
         return ExpertIndex((*self.files, *other.files), (*self.layers, *moved))
 
     def reads(self, layer: int, expert: int) -> tuple[Part, ...]:
-        """What to read for one expert: its three parts, fewer where they follow each other in file and record."""
-        entry = self.layers[layer]
+        """What to read for one expert: its parts and scales, in one read where they follow each other."""
         out: list[Part] = []
-        for part, at in zip(entry.parts, entry.places, strict=True):
+        for part, at in self.layers[layer].pieces:
             file, offset = self.files[part.files[expert]], int(part.offsets[expert])
             last = out[-1] if out else None
             if last is not None and (last.file, last.offset + last.length, last.at + last.length) == (file, offset, at):
@@ -137,6 +159,7 @@ class RowIndex:
         width: weights per row.
         row_bytes: bytes per row.
         format: name of the block format, as ``IQ4_NL``.
+        scale: of a format whose scales lie apart (F8_E4M3): one number for the whole table.
     """
 
     file: Path
@@ -145,6 +168,63 @@ class RowIndex:
     width: int
     row_bytes: int
     format: str
+    scale: float | None = None
+
+    def place(self, row: int) -> tuple[Path, int]:
+        """The file of a row, and its first byte there."""
+        return self.file, self.offset + row * self.row_bytes
+
+
+@dataclass(frozen=True)
+class JoinedRows:
+    """A table of rows in several parts that follow each other, as the shards of a checkpoint; else like a RowIndex."""
+
+    parts: tuple[RowIndex, ...]
+
+    def __post_init__(self) -> None:
+        kinds = {(part.width, part.row_bytes, part.format, part.scale) for part in self.parts}
+        if len(kinds) != 1:
+            raise ValueError(f"a table of {len(self.parts)} parts of {len(kinds)} kinds; needed: one kind")
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        """The first row of each part."""
+        return [0, *np.cumsum([part.rows for part in self.parts[:-1]]).tolist()]
+
+    @property
+    def file(self) -> Path:
+        """The first part's; messages name it."""
+        return self.parts[0].file
+
+    @property
+    def rows(self) -> int:
+        """See RowIndex."""
+        return sum(part.rows for part in self.parts)
+
+    @property
+    def width(self) -> int:
+        """See RowIndex."""
+        return self.parts[0].width
+
+    @property
+    def row_bytes(self) -> int:
+        """See RowIndex."""
+        return self.parts[0].row_bytes
+
+    @property
+    def format(self) -> str:
+        """See RowIndex."""
+        return self.parts[0].format
+
+    @property
+    def scale(self) -> float | None:
+        """See RowIndex."""
+        return self.parts[0].scale
+
+    def place(self, row: int) -> tuple[Path, int]:
+        """See RowIndex."""
+        part = bisect.bisect_right(self._starts, row) - 1
+        return self.parts[part].place(row - self._starts[part])
 
 
 def _rounded(at: int) -> int:

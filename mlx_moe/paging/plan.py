@@ -25,10 +25,14 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20,
 
 @dataclass(frozen=True)
 class Machine:
-    """Its memory, and what Metal recommends as the most that the GPU should use; None where nothing does."""
+    """Its memory, and what Metal recommends as the most that the GPU should use; None where nothing does.
+
+    ``taken_bytes`` of it are this process's already: other models'.
+    """
 
     memory_bytes: int
     working_set_bytes: int | None = None
+    taken_bytes: int = 0
 
     @classmethod
     def simulated(cls, memory_bytes: int) -> Machine:
@@ -37,13 +41,14 @@ class Machine:
 
     @property
     def gpu_bytes(self) -> int:
-        """The most for the GPU as the machine is set up."""
-        return self.working_set_bytes or int(GPU_SHARE * self.memory_bytes)
+        """The most for the GPU as the machine is set up, without what is taken."""
+        return max(0, (self.working_set_bytes or int(GPU_SHARE * self.memory_bytes)) - self.taken_bytes)
 
     @property
     def usable_bytes(self) -> int:
-        """The most for any process, so that the system never swaps."""
-        return max(0, self.memory_bytes - max(SYSTEM_BYTES, int(SYSTEM_SHARE * self.memory_bytes)))
+        """The most for any process, so that the system never swaps, without what is taken."""
+        system = max(SYSTEM_BYTES, int(SYSTEM_SHARE * self.memory_bytes))
+        return max(0, self.memory_bytes - system - self.taken_bytes)
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ class Wanted:
     """What the user asks for.
 
     Attributes:
-        memory_bytes: the process's ceiling; None is what the GPU may use as the machine is set up.
+        memory_bytes: the process's ceiling, for all its models; None is what the GPU may use as the machine is set up.
         expert_slots: per layer; None is as many as fit.
         context: tokens.
         snapshots: of recurrent states, for prompts that are continued.
@@ -111,7 +116,7 @@ class MemoryPlan:
     @property
     def system_bytes(self) -> int:
         """What the machine has beside it; negative where it lacks that much."""
-        return self.machine.memory_bytes - self.total_bytes
+        return self.machine.memory_bytes - self.machine.taken_bytes - self.total_bytes
 
     @property
     def shortfall_bytes(self) -> int:
@@ -121,13 +126,15 @@ class MemoryPlan:
     @property
     def wired_limit_mb(self) -> int | None:
         """For ``sysctl iogpu.wired_limit_mb``, where the plan needs more than Metal recommends; else None."""
-        over = self.machine.working_set_bytes is not None and self.gpu_bytes > self.machine.working_set_bytes
-        return -(-self.gpu_bytes // (256 << 20)) * 256 if over and not self.shortfall_bytes else None
+        need = self.gpu_bytes + self.machine.taken_bytes
+        over = self.machine.working_set_bytes is not None and need > self.machine.working_set_bytes
+        return -(-need // (256 << 20)) * 256 if over and not self.shortfall_bytes else None
 
     @property
     def is_capped(self) -> bool:
         """Whether the machine cannot give what was asked for."""
-        return self.wanted.memory_bytes is not None and self.wanted.memory_bytes > self.ceiling_bytes
+        asked = self.wanted.memory_bytes
+        return asked is not None and asked - self.machine.taken_bytes > self.ceiling_bytes
 
     def require(self) -> MemoryPlan:
         """Itself. Raises ValueError, in one line, when the model does not fit."""
@@ -147,8 +154,15 @@ def default_context(config: ModelConfig) -> int:
 def plan_memory(sizes: ModelSizes, machine: Machine, wanted: Wanted) -> MemoryPlan:
     """Fixed parts first; what is left of the ceiling becomes slots, the same number in every layer.
 
+    Where a model has another way to be in memory as a whole (``sizes.whole``), fits so, and neither a ceiling nor a
+    number of slots is asked for, the plan is that.
+
     Raises ValueError for a context or a number of slots that the model cannot have.
     """
+    if sizes.whole is not None and wanted.memory_bytes is None and wanted.expert_slots is None:
+        plan = plan_memory(sizes.whole, machine, wanted)
+        if not plan.shortfall_bytes:
+            return plan
     config, least, most = sizes.config, sizes.least_slots, sizes.most_slots
     if wanted.context > config.max_position_embeddings:
         raise ValueError(f"context is {wanted.context}; the model's is at most {config.max_position_embeddings}")
@@ -159,7 +173,9 @@ def plan_memory(sizes: ModelSizes, machine: Machine, wanted: Wanted) -> MemoryPl
     states = state_bytes(config, wanted.item_bytes)
     row_cache = min(wanted.row_cache_bytes, sizes.table_bytes)
     beside = PROCESS_BYTES + row_cache
-    asked = machine.gpu_bytes + beside if wanted.memory_bytes is None else wanted.memory_bytes
+    asked = machine.gpu_bytes + beside
+    if wanted.memory_bytes is not None:
+        asked = max(0, wanted.memory_bytes - machine.taken_bytes)
     plan = MemoryPlan(
         sizes=sizes,
         machine=machine,
@@ -202,7 +218,8 @@ class Remedies:
 
 def remedies(plan: MemoryPlan) -> Remedies:
     """What would make it fit."""
-    wanted, total = plan.wanted, plan.total_bytes
+    wanted, taken = plan.wanted, plan.machine.taken_bytes
+    total, gpu = plan.total_bytes + taken, plan.gpu_bytes + taken
 
     def fitting(**changes: int | None) -> MemoryPlan | None:
         other = plan_memory(plan.sizes, plan.machine, replace(wanted, **changes))
@@ -215,7 +232,7 @@ def remedies(plan: MemoryPlan) -> Remedies:
         context=next((tokens for tokens in contexts if fitting(context=tokens)), None),
         step=next((step for step in steps if fitting(prefill_step_size=step)), None),
         memory_bytes=total if fitting(memory_bytes=total) else None,
-        machine_bytes=max(int(plan.gpu_bytes / GPU_SHARE), total + SYSTEM_BYTES, int(total / (1 - SYSTEM_SHARE))) + 1,
+        machine_bytes=max(int(gpu / GPU_SHARE), total + SYSTEM_BYTES, int(total / (1 - SYSTEM_SHARE))) + 1,
     )
 
 

@@ -17,7 +17,7 @@ from custom_kernels.dequant_gemv import block_dequantize
 from custom_kernels.ggml_blocks import format_by_name
 from mlx_moe.config import ModelConfig
 from mlx_moe.models.layers import WINDOW
-from mlx_moe.paging.index import RowIndex
+from mlx_moe.paging.index import JoinedRows, RowIndex
 from mlx_moe.paging.ngram import NgramHash
 from mlx_moe.paging.queue import Job
 from mlx_moe.paging.reader import ExpertReader
@@ -75,7 +75,7 @@ class FileRows:
     def __init__(
         self,
         config: ModelConfig,
-        table: RowIndex,
+        table: RowIndex | JoinedRows,
         dtype: mx.Dtype,
         reader: ExpertReader,
         early: bool = False,
@@ -117,7 +117,8 @@ class FileRows:
             reads.job.wait()
         self._cache.put(reads.needed[reads.absent], reads.rows[reads.absent])
         blocks = mx.array(reads.rows)
-        rows = block_dequantize(blocks[mx.array(reads.places)], self._format, self._dtype)
+        blocks = blocks[mx.array(reads.places)]
+        rows = block_dequantize(blocks, self._format, self._dtype, self._scales(len(blocks)))
         return rows.reshape(*reads.ids.shape[:2], -1)
 
     def abort(self) -> None:
@@ -131,6 +132,12 @@ class FileRows:
         self.abort()
         self._reader.close()
 
+    def _scales(self, rows: int) -> mx.array | None:
+        """Of so many rows of a format whose scales lie apart: the table's one number, for each tile."""
+        if self._table.scale is None:
+            return None
+        return mx.full(self._format.scale_shape(rows, self._table.width), self._table.scale, dtype=mx.float32)
+
     def _start(self, history: mx.array, count: int) -> _Reads:
         ids = self._reader.waits.values(self._hash.row_ids(history, count))
         needed, places = np.unique(ids, return_inverse=True)
@@ -143,7 +150,6 @@ class FileRows:
 
     def _read(self, ids: Sequence[int], rows: np.ndarray, places: Sequence[int]) -> None:
         """Read the rows ``ids`` [n] to ``rows[places]``."""
-        table = self._table
         for row, place in zip(ids, places, strict=True):
-            offset = table.offset + int(row) * table.row_bytes
-            self._reader.files.read(table.file, offset, rows[place], f"n-gram row {row}")
+            file, offset = self._table.place(int(row))
+            self._reader.files.read(file, offset, rows[place], f"n-gram row {row}")

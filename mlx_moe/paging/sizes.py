@@ -5,7 +5,7 @@ Arithmetic on a configuration and on sizes of files. Knows no MLX, no file and n
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from custom_kernels.slots import PAGE_BYTES
 from mlx_moe.config import LINEAR, ModelConfig
@@ -36,6 +36,8 @@ class ModelSizes:
         row_bytes: what one token reads of the n-gram table where that is on disk.
         table_bytes: of that table.
         streamed: whether experts may be on disk; otherwise every one has to be in memory.
+        whole: the same model as numbers in memory, which is how it is loaded where that fits and nothing else is asked
+            for; None where it never is.
     """
 
     config: ModelConfig
@@ -46,6 +48,7 @@ class ModelSizes:
     row_bytes: int = 0
     table_bytes: int = 0
     streamed: bool = True
+    whole: ModelSizes | None = None
 
     def __post_init__(self) -> None:
         layers = self.config.num_hidden_layers
@@ -53,6 +56,10 @@ class ModelSizes:
             raise ValueError(f"experts of {len(self.records)} layers; needed: {layers}, or {layers + 1} with a draft")
         if min(self.dense_bytes, self.dense_token_bytes, self.mtp_bytes, self.row_bytes, self.table_bytes) < 0:
             raise ValueError("a size of the model is negative")
+
+    def of(self, config: ModelConfig) -> ModelSizes:
+        """The same files as another configuration has them."""
+        return replace(self, config=config, whole=self.whole and self.whole.of(config))
 
     @property
     def drafts(self) -> bool:

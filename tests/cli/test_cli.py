@@ -982,7 +982,7 @@ def test_moce(run, streamed, monkeypatch, tmp_path, flags):
         assert experts["substituted"] > 0 < experts["kl"] and experts["agreement"] < 1
 
 
-def test_moce_that_cannot_be(run, streamed, bare):
+def test_moce_that_cannot_be(run, streamed):
     call = ("generate", "-p", "x", "-m", "1", "--model")
     for flag in ("--moce-bonus", "--moce-keep-top", "--moce-max-rank"):
         assert_refused(run(*call, streamed, flag, "2"), f"{flag} needs --moce")
@@ -991,7 +991,6 @@ def test_moce_that_cannot_be(run, streamed, bare):
     assert_refused(
         run(*call, streamed, "--moce", "--moce-max-rank", "x"), "'x' is not a whole number or 'none'", status=2
     )
-    assert_refused(run(*call, bare, "--moce"), "moce cannot be used with a model folder")
 
 
 # flag: the test that shows what it changes

@@ -49,10 +49,10 @@ def logits(model: Model, pieces: tuple[int, ...] = (20, 1, 1, 5, 8, 5)) -> np.nd
     return np.concatenate(parts)
 
 
-def ceiling(path: Path, slots: int) -> int:
-    """Bytes that this many slots per layer just fit under, in float32."""
+def ceiling(path: Path, slots: int, step: int = 2048) -> int:
+    """Bytes that this many slots per layer just fit under, in float32, with prompts in pieces of ``step`` tokens."""
     sizes = local_sizes(path, 4)
-    wanted = Wanted(expert_slots=slots, context=default_context(sizes.config), item_bytes=4)
+    wanted = Wanted(expert_slots=slots, context=default_context(sizes.config), prefill_step_size=step, item_bytes=4)
     return plan_memory(sizes, Machine(1 << 40), wanted).total_bytes
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from mlx_moe.paging.index import ExpertIndex, LayerIndex, Part, PartIndex
+from mlx_moe.paging.index import ExpertIndex, JoinedRows, LayerIndex, Part, PartIndex, RowIndex
 
 A, B = Path("a"), Path("b")
 
@@ -83,3 +84,30 @@ def test_layers_that_cannot_be():
 def test_the_index_loads_no_mlx():
     code = "import sys, mlx_moe.paging.index; assert 'mlx.core' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_scales_stand_behind_the_matrices():
+    """Those of up and down, of which down's follow up's in file and record; in joined indices too."""
+    up, down = (replace(part(20, [0], [at]), scales=part(16, [1], [s])) for at, s in ((100, 7), (200, 23)))
+    layer = LayerIndex(part(16, [0], [0]), up, down)
+    assert (layer.places, layer.scale_places, layer.record_bytes) == ((0, 16, 48), (None, 80, 96), 112)
+    want = (Part(A, 0, 16, 0), Part(A, 100, 20, 16), Part(A, 200, 20, 48), Part(B, 7, 32, 80))
+    index = ExpertIndex((A, B), (layer,))
+    assert index.reads(0, 0) == want
+    moved = ExpertIndex((B,), ()).joined(index)
+    assert moved.reads(0, 0) == want and moved.files == (B, A, B)
+    with pytest.raises(ValueError, match="not among the 1"):
+        ExpertIndex((A,), (layer,))
+    with pytest.raises(ValueError, match="scales of 2 experts for 1"):
+        replace(part(20, [0], [0]), scales=part(4, [0, 0], [0, 4]))
+
+
+def test_rows_in_several_parts():
+    parts = tuple(RowIndex(file, at, rows, 8, 16, "BF16") for file, at, rows in ((A, 100, 3), (B, 0, 1), (A, 7, 2)))
+    table = JoinedRows(parts)
+    assert (table.rows, table.width, table.row_bytes, table.format, table.scale) == (6, 8, 16, "BF16", None)
+    places = [(A, 100), (A, 116), (A, 132), (B, 0), (A, 7), (A, 23)]
+    assert [table.place(row) for row in range(6)] == places
+    assert parts[0].place(2) == (A, 132)
+    with pytest.raises(ValueError, match="3 parts of 2 kinds"):
+        JoinedRows((*parts[:2], replace(parts[2], scale=2.0)))

@@ -12,7 +12,7 @@ import pytest
 
 from checkpoints import EOS, tiny_config
 from mlx_moe.config import ModelConfig
-from mlx_moe.paging.index import ExpertIndex, RowIndex
+from mlx_moe.paging.index import ExpertIndex, JoinedRows, RowIndex
 from mlx_moe.paging.ngram import NgramHash
 from mlx_moe.paging.reader import ExpertReader
 from mlx_moe.paging.rows import FileRows, RowCache
@@ -119,3 +119,20 @@ def test_a_fault_is_named_and_nothing_wrong_is_kept(make, table, monkeypatch, tm
         source.prepare(0, ids, 2)
         source.abort()
     assert right(table, source.rows(0, ids, 2), ids, 2)
+
+
+def test_rows_of_shards_in_fp8(tmp_path):
+    """Codes times the table's one scale, rounded once; a width that no kernel's tile divides."""
+    codes = np.random.default_rng(0).integers(0, 126, (HASH.rows, WIDTH)).astype(np.uint8)  # 127 is NaN
+    parts, start = [], 0
+    for i, rows in enumerate((1, HASH.rows // 2, HASH.rows - HASH.rows // 2 - 1)):
+        (tmp_path / str(i)).write_bytes(b"x" * i + codes[start : start + rows].tobytes())
+        parts.append(RowIndex(tmp_path / str(i), i, rows, WIDTH, WIDTH, "F8_E4M3", 0.3))
+        start += rows
+    source, ids = (
+        FileRows(CONFIG, JoinedRows(tuple(parts)), mx.float32, ExpertReader(ExpertIndex((), ()))),
+        history(5, 6),
+    )
+    want = np.array(mx.from_fp8(mx.array(codes), dtype=mx.float32)) * np.float32(0.3)
+    assert right(want, source.rows(0, ids, 2), ids, 2)
+    source.close()

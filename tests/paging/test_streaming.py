@@ -16,11 +16,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from checkpoints import random_weights, write
 from mlx_moe import load, load_model, stream_generate, streaming
 from mlx_moe.cli import main
 from mlx_moe.generation import generate_tokens
-from mlx_moe.paging.plan import SYSTEM_BYTES
+from mlx_moe.paging.plan import PROCESS_BYTES, SYSTEM_BYTES
+from mlx_moe.platform import MemoryLimits, taken_bytes
 from mlx_moe.runtime import DEMO
 from paging.streamed import (
     EXPERTS,
@@ -37,7 +37,6 @@ from paging.streamed import (
     readers,
     write_model,
 )
-from tiny_tokenizer import short_config
 
 SLOTS = (4, 8, 12, 20, EXPERTS)
 
@@ -420,6 +419,7 @@ def test_the_plan_and_the_loader_agree(path, capsys, of):
         ({"memory": "much"}, "'much' is not a size"),
         ({"memory": 0}, "memory is 0"),
         ({"io_threads": 0}, "io_threads is 0; allowed: 1 to 256"),
+        ({"prefill_step_size": 0}, "prefill_step_size is 0; allowed: 1 or more"),
         ({"io": "fast"}, "io is 'fast'; allowed: direct, buffered"),
         ({"resident": True, "expert_slots": 9}, "resident and expert_slots were both given"),
     ],
@@ -429,16 +429,47 @@ def test_options_that_cannot_be(path, options, message):
         load_model(path, **options)
 
 
-@pytest.mark.parametrize("options", [{"memory": "10GB"}, {"expert_slots": 9}])
-def test_model_folders_do_not_stream(tmp_path, options):
-    raw = short_config()
-    folder = write(tmp_path / "m", raw, random_weights(raw))
-    with pytest.raises(ValueError, match=f"{next(iter(options))} cannot be used with a model folder"):
-        load_model(folder, **options)
-    with load_model(folder)[0] as model:
-        assert model.experts_stats is None
-        with pytest.raises(ValueError, match="not streamed"):
-            model.resize_experts(4)
+def test_a_second_model_gets_what_is_left(path, resident, monkeypatch):
+    """Of the machine, and of a ceiling for the process; what the first one holds comes back when it is closed."""
+    machine = SimpleNamespace(memory_bytes=2 * ceiling(path, EXPERTS) + SYSTEM_BYTES, working_set_bytes=None)
+    monkeypatch.setattr(streaming, "device", lambda: machine)
+    with load_model(path, mx.float32)[0] as first:
+        held, _ = MemoryLimits.held_bytes()
+        assert first.experts_stats.slots == EXPERTS and held == taken_bytes()
+        assert held == pytest.approx(ceiling(path, EXPERTS) - PROCESS_BYTES, rel=0.01)
+        machine.memory_bytes = held + ceiling(path, 20) + SYSTEM_BYTES
+        with load_model(path, mx.float32)[0] as second:
+            assert second.experts_stats.slots == 20
+        with load_model(path, mx.float32, memory=held + ceiling(path, 12))[0] as second:
+            assert second.experts_stats.slots == 12 and greedy(second, 1) == greedy(first, 1) == resident[1][:1]
+            with pytest.raises(ValueError, match=r"may be used; .* GB, of which other models of this proc.* hold 0.\d"):
+                load_model(path, mx.float32, memory=held + ceiling(path, 12))
+        with pytest.raises(ValueError, match="may be used"):
+            load_model(path, mx.float32, memory=held + ceiling(path, TOP_K) - 1)
+    with load_model(path, mx.float32, memory=ceiling(path, 12))[0] as model:
+        assert model.experts_stats.slots == 12, "nothing is held any more"
+
+
+def test_pieces_of_prompts_are_planned_for(path, capsys):
+    """Smaller ones leave room for more experts; the verb says the same as the loader."""
+    size, found = f"{ceiling(path, 8) / 1e6 + 0.001:.3f}MB", []
+    for step in (2048, 2040, 1):
+        flags = ["--prefill-step-size", str(step)]
+        assert main(["plan", "--model", str(path), "--dtype", "float32", "--memory", size, "--json", "-", *flags]) == 0
+        with load_model(path, mx.float32, memory=size, prefill_step_size=step)[0] as model:
+            found.append(model.experts_stats.slots)
+        assert json.loads(capsys.readouterr().out)["slots"] == found[-1]
+    assert found[0] == 8 < found[1] < found[2] == EXPERTS
+
+
+def test_the_command_plans_for_its_pieces(tmp_path, capsys):
+    file = write_model(tmp_path / "m.gguf", tokenizer=True)
+    arguments = ["--prompt", "the test", "--max-tokens", "1", "--dtype", "float32"]
+    for step, enough in (("1", True), ("2048", False)):
+        size = f"{ceiling(file, TOP_K, 1) / 1e6 + 0.001:.3f}MB"
+        flags = ["--memory", size, "--prefill-step-size", step]
+        assert (main(["generate", "--model", str(file), *arguments, *flags]) == 0) == enough
+        assert ("are needed" in capsys.readouterr().err) != enough
 
 
 @pytest.mark.parametrize("io", ["direct", "buffered"])
