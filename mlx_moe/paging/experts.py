@@ -28,7 +28,7 @@ from mlx_moe.paging.moce import MoceConfig
 from mlx_moe.paging.pager import Pager
 from mlx_moe.paging.prompt import AHEAD_SHARE, PromptReads
 from mlx_moe.paging.reader import ExpertReader
-from mlx_moe.paging.residency import Limits, Room
+from mlx_moe.paging.residency import Limits, Readers, Room
 from mlx_moe.paging.routing import WindowRouter
 from mlx_moe.paging.statistics import ExpertStats
 
@@ -256,9 +256,12 @@ class ArenaExperts:
         reads = PromptReads(self._pager, layer, [group.experts for group in groups], Counter(chosen.tolist()))
         rows = x[mx.array(order // self._top_k)]
         parts, waiting = [], None
-        for group, matrices in zip(groups, self._unpacked(layer, reads, x.dtype), strict=True):
+        for group, (matrices, readers) in zip(groups, self._unpacked(layer, reads, x.dtype), strict=True):
             at = slice(group.start, group.stop)
             parts.append(_through(rows[at], np.searchsorted(group.experts, chosen[order[at]]), *matrices))
+            for reader in readers:
+                reader.become(parts[-1])
+            del matrices
             mx.async_eval(parts[-1])  # at most two groups are unpacked at any time
             if waiting is not None:
                 with self.reader.waits.on_device():
@@ -271,17 +274,24 @@ class ArenaExperts:
         back[order] = np.arange(order.size)
         return self._added(_joined(parts), mx.array(back.reshape(-1, self._top_k)), weights, shared)
 
-    def _unpacked(self, layer: int, reads: PromptReads, dtype: mx.Dtype) -> Iterator[tuple[mx.array, ...]]:
-        """Gate, up and down [n, in, out] of the experts of each group, whose parts are unpacked as they arrive."""
-        pieces = []
+    def _unpacked(
+        self, layer: int, reads: PromptReads, dtype: mx.Dtype
+    ) -> Iterator[tuple[tuple[mx.array, ...], list[Readers]]]:
+        """Gate, up and down [n, in, out] of the experts of each group, whose parts are unpacked as they arrive.
+
+        With each group come the readers that hold its parts, to become what the caller makes of them.
+        """
+        pieces, readers = [], []
         for experts, last in reads.parts():
             words = mx.array(self._pager.words(layer, np.array(experts), experts))
             pieces.append([expert_dequantize(words, self._pager.arena, m, dtype) for m in self._layers[layer]])
-            self._pager.reads(layer, pieces[-1], experts)
+            readers.append(self._pager.reads(layer, pieces[-1], experts))
             mx.async_eval(pieces[-1])
             if last:
-                yield tuple(_joined(matrix).swapaxes(-1, -2) for matrix in zip(*pieces, strict=True))
-                pieces = []
+                group = tuple(_joined(matrix).swapaxes(-1, -2) for matrix in zip(*pieces, strict=True)), readers
+                pieces, readers = [], []
+                yield group
+                del group
 
     def _groups(self, layer: int, chosen: np.ndarray, dtype: mx.Dtype) -> Iterator[Group]:
         """From each row's expert, ascending. They do not depend on what is in memory."""

@@ -7,7 +7,7 @@ Invariants, kept here:
 * A layer's row of slot words is owned here, in NumPy, and enters a graph as a fresh array. A word stands in the row
   only while its slot holds that expert's whole record: it leaves before the slot is written, and comes after the read.
 * MLX cannot order a write of bytes against a pending read. So graphs that read slots are recorded (``reads``), and a
-  slot is written only after all of those that read it have been evaluated (``_retire``; asserted in ``_start``).
+  slot is written only after all of those that read it have been evaluated (asserted in ``_start``).
 * What a window uses stays until its commit, unless the window needs more than there is room for.
 * What stands where, and who is evicted, follows from the tokens, whatever the disk does: a record that was read ahead
   serves a miss of the same pass, and stands in the row from the layer's next pass on (awaited there). What is given
@@ -128,6 +128,7 @@ class Pager:
             and the second will be.
         """
         entry = self._layers[layer]
+        self._forget_readers(layer)
         with self._waits.on_device():  # hardly, since ids come after them
             mx.eval([r.graphs for r in entry.readers if r.number < self._number])
         entry.readers = [r for r in entry.readers if r.number == self._number]
@@ -140,6 +141,7 @@ class Pager:
     def use_all(self, layer: int, experts: Sequence[int]) -> None:
         """A prompt uses these experts; none is pinned. What is being read and is not among them is given up."""
         entry, wanted = self._layers[layer], set(experts)
+        self._forget_readers(layer)
         self._settle(layer)
         for expert in [e for e in entry.loads if e not in wanted]:
             self._reader.queue.cancel(entry.loads[expert].job)
@@ -194,12 +196,18 @@ class Pager:
         self._settle(layer)
         self._start(layer, self._layers[layer].policy.ahead(list(dict.fromkeys(experts)), most), ahead=True)
 
-    def reads(self, layer: int, graphs: Iterable[mx.array], experts: Iterable[int]) -> None:
-        """Graphs that read these experts' slots are queued. Nothing may be fetched before they are handed over."""
-        entry = self._layers[layer]
+    def reads(self, layer: int, graphs: Iterable[mx.array], experts: Iterable[int]) -> Readers:
+        """Graphs that read these experts' slots are queued. Nothing may be fetched before they are handed over.
+
+        Returns what holds them until they have been evaluated; see Readers.
+        """
+        entry, places = self._layers[layer], frozenset()
         if entry.absent:
             places = frozenset(entry.policy.place(expert) for expert in experts)
-            entry.readers.append(Readers(list(graphs), places, self._number))
+        readers = Readers(list(graphs), places, self._number)
+        if places:
+            entry.readers.append(readers)
+        return readers
 
     # As a whole
 
@@ -300,6 +308,12 @@ class Pager:
             assert not any(admission.place in r.places for r in entry.readers), "a pending graph reads this place"
             job = self._reader.start(Fill(layer, admission.expert, self._view(layer, admission)), demanded=not ahead)
             entry.loads[admission.expert] = Load(job, self._number, ahead)
+
+    def _forget_readers(self, layer: int) -> None:
+        """Ids of this layer are there, so all that the layer before it queued in this pass has been evaluated."""
+        if layer:
+            before = self._layers[layer - 1]
+            before.readers = [r for r in before.readers if r.number != self._number]
 
     def _settle(self, layer: int) -> None:
         """What an earlier pass read ahead stands in the row from now on; what could not be read is gone."""

@@ -6,6 +6,7 @@ only while its place holds its whole record.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import mlx.core as mx
@@ -42,12 +43,20 @@ class Load(NamedTuple):
     ahead: bool
 
 
-class Readers(NamedTuple):
-    """Graphs that read places, and the pass that queued them."""
+@dataclass(eq=False)
+class Readers:
+    """Graphs that read places, and the pass that queued them.
+
+    Their arrays stay in memory while they are here, so large ones are replaced by what is made of them.
+    """
 
     graphs: list[mx.array]
     places: frozenset[int]
     number: int
+
+    def become(self, graph: mx.array) -> None:
+        """``graph`` depends on all of them, and stands for them from now on."""
+        self.graphs = [graph]
 
 
 class Layer:

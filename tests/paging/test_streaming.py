@@ -184,6 +184,18 @@ def test_a_prompt_reads_each_expert_once(path):
         assert first.misses * record > second.bytes_read >= second.misses * record
 
 
+def test_a_prompt_leaves_no_unpacked_experts_in_memory(path):
+    """They were held until the layer's next pass: all of a prompt's experts, unpacked, of every layer."""
+    with opened(path, 12) as model:
+        pager, ids = model._experts._pager, mx.array(np.tile(IDS, 4)[None])
+        cache = model.make_cache()
+        mx.eval(model(ids, cache=cache), [layer.state for layer in cache])
+        held = [graph for entry in pager._layers for readers in entry.readers for graph in readers.graphs]
+        assert all(graph.ndim == 2 for graph in held), "matrices of experts are still held"
+        layers = {i for i, entry in enumerate(pager._layers) if entry.readers}
+        assert layers <= {model.config.num_hidden_layers - 1}, "layers that are done still hold what they computed"
+
+
 def test_nothing_is_read_twice(path, monkeypatch):
     with opened(path, 12) as model:
         seen, real = [], os.preadv
