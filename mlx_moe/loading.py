@@ -46,6 +46,9 @@ def load(
     read_ahead: bool = True,
     io: str | None = None,
     moce: MoceConfig | None = None,
+    usage: bool = True,
+    seed_residency: str | None = None,
+    eviction: str | None = None,
     adapter_path: str | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[Model, TokenizerWrapper] | tuple[Model, TokenizerWrapper, dict[str, Any]]:
@@ -59,8 +62,8 @@ def load(
         lazy: leave the weights to be read when they are first used, by the loading thread.
         return_config: also return the raw contents of config.json.
         revision: of the Hub repository.
-        dtype, norm_convention, mtp, memory, expert_slots, resident, io_threads, read_ahead, io, moce: see
-            ``load_model``.
+        dtype, norm_convention, mtp, memory, expert_slots, resident, io_threads, read_ahead, io, moce, usage,
+            seed_residency, eviction: see ``load_model``.
         adapter_path, trust_remote_code: mlx-lm's, refused with the reason.
 
     Returns:
@@ -87,6 +90,9 @@ def load(
         read_ahead=read_ahead,
         io=io,
         moce=moce,
+        usage=usage,
+        seed_residency=seed_residency,
+        eviction=eviction,
     )
     tokenizer = _tokenizer(source, config, tokenizer_config)
     return (model, tokenizer, config) if return_config else (model, tokenizer)

@@ -68,6 +68,9 @@ def load_model(
     read_ahead: bool = True,
     io: str | None = None,
     moce: MoceConfig | None = None,
+    usage: bool = True,
+    seed_residency: str | None = None,
+    eviction: str | None = None,
 ) -> tuple[Model, dict[str, Any]]:
     """Load a model without its tokenizer.
 
@@ -95,6 +98,12 @@ def load_model(
         io: "direct" past the page cache, with a warning where that cannot be, or "buffered"; None is direct, quietly.
         moce: of GGUF files and packs, prefer experts in memory (cache-aware routing); output then depends on how many
             there are and on what was in memory before. None is the plain router.
+        usage: where experts stream, learn which are used and remember it in a small file, beside the model or in the
+            user's cache folder; False neither reads nor writes it.
+        seed_residency: which of them are in memory first: "usage" by what was learned and by the model's static
+            profile, "profile" by that alone, or "empty". None is "usage", and "profile" with moce or without usage.
+        eviction: who leaves memory first: "frequency", who is used least, or "lru", who was used longest ago. None is
+            "frequency" with usage and "lru" without.
 
     Returns:
         The model, evaluated and usable from any thread, and the raw contents of config.json.
@@ -111,12 +120,16 @@ def load_model(
         raise ValueError(f"{source}: {option} cannot be used with GGUF files and packs; leave it out")
     if not is_gguf(source) and mtp not in ("auto", None):
         raise ValueError(f"mtp is {mtp}, but the draft layer of a model folder is the folder's own; leave it out")
-    paging = Paging(memory, expert_slots, resident, io_threads, read_ahead, io, moce)
+    paging = Paging(memory, expert_slots, resident, io_threads, read_ahead, io, moce, usage, seed_residency, eviction)
     if is_gguf(source):
         model, raw = load_gguf(source, _packed_dtype(dtype), model_config, mtp, mtp_norm_per_stream, paging)
     elif packed:
         model, raw = load_pack(source, _packed_dtype(dtype), model_config, mtp is not None, mtp_norm_per_stream, paging)
-    elif given := [name for name in ("memory", "expert_slots", "moce") if getattr(paging, name) is not None]:
+    elif given := [
+        name
+        for name in ("memory", "expert_slots", "moce", "seed_residency", "eviction")
+        if getattr(paging, name) is not None
+    ]:
         option = given[-1]
         raise ValueError(f"{source}: {option} cannot be used with a model folder, whose experts are all in memory")
     else:
