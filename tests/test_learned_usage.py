@@ -70,7 +70,7 @@ def test_what_a_run_used_is_what_the_next_starts_with(path):
         pieces = profile(model, [IDS.tolist()])
     found = store(path).read("usage")
     assert found.tokens == len(IDS) and [set(row) for row in found.order[:LAYERS]] == [set(row) for row in held]
-    np.testing.assert_allclose(found.counts[:LAYERS], pieces.counts, rtol=0.02), "but for what faded"
+    np.testing.assert_allclose(found.counts[:LAYERS], pieces.counts, rtol=0.02)  # but for what faded
     with opened(path) as model:
         stats = model.experts_stats
         assert stats.seed == "usage" and len(stats.seed_hash) == 16 and stats.bytes_read > 0
@@ -175,7 +175,8 @@ def test_usage_that_is_not_the_start_is_kept(path):
 
 def test_seeds(path):
     hashes = {}
-    put(path), put(path, "profile", 1)
+    put(path)
+    put(path, "profile", 1)
     for name, options in {
         "blend": {},
         "profile": {"seed_residency": "profile"},
@@ -242,7 +243,8 @@ def test_resizing_keeps_what_would_leave_last(path):
 def test_text_is_the_same_whatever_the_start(path, slots, options):
     with load_model(path, mx.float32, resident=True)[0] as model:
         want = logits(model), greedy(model, 4)
-    put(path, seed=slots), put(path, "profile", seed=9 + slots)
+    put(path, seed=slots)
+    put(path, "profile", seed=9 + slots)
     with opened(path, slots, **options) as model:
         assert np.array_equal(logits(model), want[0]) and greedy(model, 4) == want[1]
 

@@ -6,7 +6,7 @@ Pure bookkeeping, a function of the calls alone: no arrays of MLX, no disk, no c
 Order: used experts go to the newest end when their window is committed, in token order; before that, and for ever if
 their rows are rejected, what was loaded stands at the oldest end. So the order depends on accepted tokens only.
 
-Whoever is worth least leaves first where a layer is given ``worth`` (as of paging.usage.LayerUsage, which learns from
+Whoever is worth least leaves first where a layer is given a ``rank`` (of paging.usage.LayerUsage, which learns from
 accepted tokens too); the older one where two are worth the same, and so without it.
 
 Invariants: an expert has one place and a place one expert; pinned and hidden experts are never evicted (a window needs
@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-Worth = Callable[[Sequence[int]], Sequence[float]]
-"""What experts are worth, one number for each."""
+Rank = Callable[[list[int]], list[int]]
+"""Puts experts, given with the oldest first, in the order in which they leave memory; the older one of equals first."""
 
 
 @dataclass
@@ -52,8 +52,8 @@ class Admission(NamedTuple):
 class LayerPolicy:
     """The places of one layer."""
 
-    def __init__(self, slots: int, counters: Counters | None = None, worth: Worth | None = None) -> None:
-        """counters: to go on with. worth: who leaves first; by age alone if not given.
+    def __init__(self, slots: int, counters: Counters | None = None, rank: Rank | None = None) -> None:
+        """counters: to go on with. rank: who leaves first; by age alone if not given.
 
         Raises ValueError for less than one slot.
         """
@@ -61,7 +61,7 @@ class LayerPolicy:
             raise ValueError(f"a layer has {slots} slots; needed: at least 1")
         self.slots = slots
         self.counters = counters or Counters()
-        self._worth = worth
+        self._rank = rank
         self._order: OrderedDict[int, int] = OrderedDict()  # expert: place, oldest first
         self._free = list(range(slots - 1, -1, -1))
         self._pinned: set[int] = set()
@@ -76,10 +76,10 @@ class LayerPolicy:
     @property
     def leaving(self) -> list[int]:
         """Those that have a place, in the order in which they would leave."""
-        if self._worth is None:
-            return self.experts
-        worth = dict(zip(self._order, self._worth(self.experts), strict=True))
-        return sorted(self._order, key=worth.__getitem__)  # stable, so the older one first
+        experts = self.experts
+        if self._rank is None:
+            return experts
+        return self._rank(experts)
 
     @property
     def hidden(self) -> frozenset[int]:

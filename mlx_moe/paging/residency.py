@@ -68,7 +68,7 @@ class Layer:
         self.words = words  # of the places
         self.row = np.full(experts, NO_SLOT, dtype=np.uint32)
         self.absent = experts  # how many have no word in the row
-        self.policy = LayerPolicy(len(words), counters, usage.worth if usage is not None and by_worth else None)
+        self.policy = LayerPolicy(len(words), counters, usage.leaving if usage is not None and by_worth else None)
         self.usage = usage
         self.loads: dict[int, Load] = {}  # by expert
         self.readers: list[Readers] = []

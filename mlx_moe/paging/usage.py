@@ -25,7 +25,8 @@ SMOOTHING = 32
 """Tokens without any preference that the long memory starts with, so that the first few do not decide alone."""
 PROFILE_TOKENS = 512
 """A static profile counts as so many tokens: with as many of its own behind it, usage weighs the same."""
-MAX_COUNT = 1.01 / (1 - 0.5 ** (1 / HALF_LIFE))
+_KEEP, _KEEP_RECENT = 0.5 ** (1 / HALF_LIFE), 0.5 ** (1 / RECENT_HALF_LIFE)  # of a use, at every token
+MAX_COUNT = 1.01 / (1 - _KEEP)
 """The long memory of an expert that every token used, for ever; a remembered count above it is not ours."""
 
 
@@ -146,21 +147,26 @@ class LayerUsage:
         """Accepted tokens used the experts ``ids`` [n, k], in the order of the tokens."""
         n, k = ids.shape
         ages, flat = np.arange(n - 1, -1, -1.0), ids.reshape(-1)
-        for memory, half_life in ((self._own, HALF_LIFE), (self._recent, RECENT_HALF_LIFE)):
-            keep = 0.5 ** (1 / half_life)
+        for memory, keep in ((self._own, _KEEP), (self._recent, _KEEP_RECENT)):
             memory *= keep**n
-            memory += np.bincount(flat, np.repeat(keep**ages, k), memory.size)
-        keep = 0.5 ** (1 / HALF_LIFE)
-        self._own_tokens = self._own_tokens * keep**n + float((keep**ages).sum())
-        self._fade *= keep**n
+            if n == 1:  # every token of a text that is being written: its experts differ
+                memory[flat] += 1
+            else:
+                memory += np.bincount(flat, np.repeat(keep**ages, k), memory.size)
+        self._own_tokens = self._own_tokens * _KEEP**n + float((_KEEP**ages).sum())
+        self._fade *= _KEEP**n
         self.tokens += n
 
     def worth(self, experts: Sequence[int]) -> np.ndarray:
-        """[len(experts)] float64; who is worth least leaves memory first."""
+        """[len(experts)] float64: the share of tokens that will use each, as far as it is known."""
         at = np.asarray(experts, dtype=np.intp)
         tokens = self._start_tokens * self._fade + self._own_tokens + SMOOTHING
-        recent = RECENT_WEIGHT * (1 - 0.5 ** (1 / RECENT_HALF_LIFE))
+        recent = RECENT_WEIGHT * (1 - _KEEP_RECENT)
         return (self._start[at] * self._fade + self._own[at]) / tokens + recent * self._recent[at]
+
+    def leaving(self, experts: list[int]) -> list[int]:
+        """Who is worth least first, and of equals in the order given; a LayerPolicy's ``rank``."""
+        return [experts[i] for i in np.argsort(self.worth(experts), kind="stable").tolist()]
 
 
 def learned(before: Usage, layers: Sequence[LayerUsage], order: Sequence[Sequence[int]], tokens: int) -> Usage:

@@ -157,7 +157,7 @@ def test_ranking():
 
 def test_least_worth_leaves_first_and_the_older_of_equals():
     worth = {0: 3.0, 1: 1.0, 2: 2.0, 3: 1.0, 4: 0.5}
-    policy = LayerPolicy(4, worth=lambda experts: [worth[e] for e in experts])
+    policy = LayerPolicy(4, rank=lambda experts: sorted(experts, key=worth.__getitem__))
     for a in policy.admit([0, 1, 2, 3]):
         policy.show(a.expert)
     policy.touch([3, 2, 1, 0])
@@ -173,7 +173,7 @@ def test_least_worth_leaves_first_and_the_older_of_equals():
 @pytest.mark.parametrize("seed", range(30))
 def test_equal_worth_is_least_recently_used(seed):
     rng = random.Random(seed)
-    plain, level = LayerPolicy(5), LayerPolicy(5, worth=lambda experts: np.zeros(len(experts)))
+    plain, level = LayerPolicy(5), LayerPolicy(5, rank=LayerUsage(12).leaving)
     for _ in range(60):
         window = rng.sample(range(12), 3)
         for policy in (plain, level):
