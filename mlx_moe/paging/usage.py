@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 
 HALF_LIFE = 2000
-"""Tokens after which a use counts half. Replays of the demonstration model hit alike from 500 to 16,000 while the kind of
-text stays, and the better after a change the shorter it is; more experts than its 40 need more tokens to be told apart.
+"""Tokens after which a use counts half. Replays of the demonstration model hit alike from 500 to 16,000 while the kind
+of text stays, and the better after a change the shorter it is; more experts than its 40 take more tokens to tell apart.
 """
 RECENT_HALF_LIFE = 16
 """Of the short memory, in tokens."""
