@@ -313,7 +313,7 @@ def generate(
 
 
 def print_closing_lines(last: GenerationResponse | None) -> None:
-    """The three lines that end mlx-lm's verbose output."""
+    """The three lines that end mlx-lm's verbose output, and what streamed experts in memory at the start came from."""
     print()
     print("=" * 10)
     if last is None:
@@ -322,3 +322,6 @@ def print_closing_lines(last: GenerationResponse | None) -> None:
     print(f"Prompt: {last.prompt_tokens} tokens, {last.prompt_tps:.3f} tokens-per-sec")
     print(f"Generation: {last.generation_tokens} tokens, {last.generation_tps:.3f} tokens-per-sec")
     print(f"Peak memory: {last.peak_memory:.3f} GB")
+    experts = getattr(last, "experts", None)  # mlx-lm's own responses have none
+    if experts is not None and experts.seed_hash is not None:
+        print(f"Experts in memory at first: by {experts.seed}, {experts.seed_hash}")

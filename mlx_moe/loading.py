@@ -48,6 +48,9 @@ def load(
     io: str | None = None,
     moce: MoceConfig | None = None,
     prefill_step_size: int = Wanted.prefill_step_size,
+    usage: bool = True,
+    seed_residency: str | None = None,
+    eviction: str | None = None,
     adapter_path: str | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[Model, TokenizerWrapper] | tuple[Model, TokenizerWrapper, dict[str, Any]]:
@@ -62,7 +65,7 @@ def load(
         return_config: also return the raw contents of config.json.
         revision: of the Hub repository.
         dtype, norm_convention, mtp, memory, expert_slots, resident, io_threads, read_ahead, io, moce,
-            prefill_step_size: see ``load_model``.
+            prefill_step_size, usage, seed_residency, eviction: see ``load_model``.
         adapter_path, trust_remote_code: mlx-lm's, refused with the reason.
 
     Returns:
@@ -90,6 +93,9 @@ def load(
         io=io,
         moce=moce,
         prefill_step_size=prefill_step_size,
+        usage=usage,
+        seed_residency=seed_residency,
+        eviction=eviction,
     )
     tokenizer = _tokenizer(source, config, tokenizer_config)
     return (model, tokenizer, config) if return_config else (model, tokenizer)

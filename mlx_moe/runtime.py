@@ -72,6 +72,9 @@ def load_model(
     io: str | None = None,
     moce: MoceConfig | None = None,
     prefill_step_size: int = Wanted.prefill_step_size,
+    usage: bool = True,
+    seed_residency: str | None = None,
+    eviction: str | None = None,
 ) -> tuple[Model, dict[str, Any]]:
     """Load a model without its tokenizer.
 
@@ -103,6 +106,12 @@ def load_model(
         moce: prefer experts in memory (cache-aware routing); output then depends on how many there are and on what was
             in memory before. None is the plain router.
         prefill_step_size: prompt tokens per pass that memory is planned for; name the same to what generates.
+        usage: where experts stream, learn which are used and remember it in a small file, beside the model or in the
+            user's cache folder; False neither reads nor writes it.
+        seed_residency: which of them are in memory first: "usage" by what was learned and by the model's static
+            profile, "profile" by that alone, or "empty". None is "usage", and "profile" with moce or without usage.
+        eviction: who leaves memory first: "frequency", who is used least, or "lru", who was used longest ago. None is
+            "frequency" with usage and "lru" without.
 
     Returns:
         The model, evaluated and usable from any thread, and the raw contents of config.json.
@@ -119,7 +128,19 @@ def load_model(
         raise ValueError(f"{source}: {option} cannot be used with GGUF files and packs; leave it out")
     if not is_gguf(source) and mtp not in ("auto", None):
         raise ValueError(f"mtp is {mtp}, but the draft layer of a model folder is the folder's own; leave it out")
-    paging = Paging(memory, expert_slots, resident, io_threads, read_ahead, io, moce, prefill_step_size)
+    paging = Paging(
+        memory=memory,
+        expert_slots=expert_slots,
+        resident=resident,
+        io_threads=io_threads,
+        read_ahead=read_ahead,
+        io=io,
+        moce=moce,
+        prefill_step_size=prefill_step_size,
+        usage=usage,
+        seed_residency=seed_residency,
+        eviction=eviction,
+    )
     if is_gguf(source):
         model, raw = load_gguf(source, _packed_dtype(dtype), model_config, mtp, mtp_norm_per_stream, paging)
     elif packed:

@@ -14,13 +14,16 @@ from mlx_moe.paging.budget import Paging
 from mlx_moe.paging.experts import ArenaExperts
 from mlx_moe.paging.files import Direct
 from mlx_moe.paging.index import ExpertIndex, JoinedRows, RowIndex
+from mlx_moe.paging.learning import Learning
 from mlx_moe.paging.plan import Machine, MemoryPlan, plan_memory
 from mlx_moe.paging.reader import ExpertReader, can_be_direct
 from mlx_moe.paging.residency import Room
 from mlx_moe.paging.resident import ResidentRows
 from mlx_moe.paging.rows import FileRows
 from mlx_moe.paging.sizes import ModelSizes
+from mlx_moe.paging.usage import Usage, blend
 from mlx_moe.platform import DIRECT_ALIGNMENT, MemoryLimits, device, max_buffer_bytes, open_direct, taken_bytes
+from mlx_moe.usage_store import UsageStore
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +80,10 @@ def expert_source(index: ExpertIndex, plan: MemoryPlan, paging: Paging) -> Arena
     limits = MemoryLimits(beside, plan.workspace_bytes, spare_bytes=beside - weights)
     room = Room(left, max_buffer_bytes())
     reader = _reader(index, paging)
-    return ArenaExperts(plan.sizes.config, index, plan.slots, room, reader, paging.read_ahead, limits, paging.moce)
+    learning = _learning(index, plan, paging)
+    return ArenaExperts(
+        plan.sizes.config, index, plan.slots, room, reader, paging.read_ahead, limits, paging.moce, learning
+    )
 
 
 def row_source(
@@ -88,6 +94,21 @@ def row_source(
         return ResidentRows(config)
     cache_bytes = plan.row_cache_bytes // 2  # their index takes as much
     return FileRows(config, table, dtype, experts.reader, early=experts.streams, cache_bytes=cache_bytes)
+
+
+def _learning(index: ExpertIndex, plan: MemoryPlan, paging: Paging) -> Learning | None:
+    """What a model that streams starts with and remembers; of one whose experts are all in memory nothing."""
+    config, layers = plan.sizes.config, len(index.layers)
+    if plan.slots >= config.num_experts:
+        return None
+    store = UsageStore.of(config, index)
+    usage = store.read("usage") if paging.usage else None
+    profile = store.read("profile") if paging.seed != "empty" else None
+    seed = blend(
+        usage if paging.seed == "usage" else None, profile, layers, config.num_experts, config.num_experts_per_tok
+    )
+    before = usage or Usage.none(layers, config.num_experts)
+    return Learning(seed, before, store.saver() if paging.usage else None, paging.by_frequency)
 
 
 def _reader(index: ExpertIndex, paging: Paging) -> ExpertReader:

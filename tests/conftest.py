@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import random
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,19 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 ORACLE = ROOT.parent / "shared" / "data" / "oracle"
+
+
+_CACHES = tempfile.TemporaryDirectory(prefix="mlx-moe-tests-")
+_NUMBERS = itertools.count()
+os.environ["XDG_CACHE_HOME"] = f"{_CACHES.name}/shared"  # of fixtures of whole modules
+
+
+@pytest.fixture(autouse=True)
+def own_cache_folder(monkeypatch) -> Path:
+    """What one test leaves in the user's cache folder is not there for another; not made before it is used."""
+    folder = Path(_CACHES.name, str(next(_NUMBERS)))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    return folder / "mlx_moe"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -13,6 +13,8 @@ VERBS = {
     "convert": "make a pack whose experts stream from disk",
     "imatrix": "collect importances from text, for convert",
     "perplexity": "measure loss on text as decoding runs, and what cache-aware routing costs",
+    "profile": "count which experts text uses, to start with these",
+    "usage": "show or forget which experts were used",
     "plan": "say what would be in memory and what to expect",
     "info": "say what a model's files hold and what they cost",
     "doctor": "check the kernels on this machine",

@@ -78,6 +78,7 @@ def parser(verb: str, description: str, prompts: bool = True) -> argparse.Argume
     if prompts:
         out.add_argument("--prefill-step-size", type=int, default=2048, help="prompt tokens per pass (default: 2048)")
     _add_paging(out)
+    _add_usage(out)
     _add_moce(out)
     for flag, keyword, reason in _REFUSED:
         out.add_argument(flag, action=_Refuse, keyword=keyword, reason=reason)
@@ -100,6 +101,27 @@ def _add_paging(out: argparse.ArgumentParser) -> None:
     out.add_argument("--io", choices=("direct", "buffered"), help="past the page cache or through it (default: direct)")
 
 
+def _add_usage(out: argparse.ArgumentParser) -> None:
+    """Which experts that stream are in memory. Defaults are those of ``load_model``, so absent ones are None."""
+    out.add_argument(
+        "--seed-residency",
+        choices=("usage", "profile", "empty"),
+        help="which experts are in memory first (default: usage, or profile with --moce or --no-usage)",
+    )
+    out.add_argument(
+        "--no-usage",
+        action="store_false",
+        dest="usage",
+        default=None,
+        help="neither read nor write what is remembered of the use of experts",
+    )
+    out.add_argument(
+        "--eviction",
+        choices=("frequency", "lru"),
+        help="who leaves memory first: used least, or longest ago (default: frequency, or lru with --no-usage)",
+    )
+
+
 def _add_moce(out: argparse.ArgumentParser) -> None:
     """Cache-aware routing. Defaults are MoceConfig's, so absent ones are None."""
     out.add_argument("--moce", action="store_true", help="prefer experts in memory while decoding; changes output")
@@ -113,6 +135,7 @@ def _add_moce(out: argparse.ArgumentParser) -> None:
 def paging(args: argparse.Namespace) -> dict[str, Any]:
     """Keywords of ``load`` for the options of paging and of cache-aware routing that were given."""
     names = ("memory", "expert_slots", "resident", "io_threads", "read_ahead", "io", "prefill_step_size")
+    names += ("usage", "seed_residency", "eviction")
     given = {name: value for name in names if (value := getattr(args, name, None)) is not None}
     settings = moce(args)
     return given if settings is None else given | {"moce": settings}

@@ -103,7 +103,8 @@ def _score(args: argparse.Namespace, setting: MoceConfig | None, settings: Seque
     from mlx_moe.cli import session
     from mlx_moe.quality import passages, score
 
-    model, tokenizer, _ = session.open_model(args, moce=setting)
+    # What one setting learned must not be what the next starts with.
+    model, tokenizer, _ = session.open_model(args, moce=setting, usage=False)
 
     def encode(text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False)

@@ -11,6 +11,8 @@ from mlx_moe.paging.sizes import ModelSizes
 
 MIN_SLOTS = 1
 IO = ("direct", "buffered")
+SEEDS = ("usage", "profile", "empty")
+EVICTIONS = ("lru", "frequency")
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,12 @@ class Paging:
         io: "direct" goes past the page cache and says where it cannot, "buffered" never does; None is direct, quietly.
         moce: prefer experts in memory in windows, which changes output; None is the plain router.
         prefill_step_size: prompt tokens per pass that are planned for.
+        usage: learn from this run which experts are used, and remember it; otherwise it is neither read nor written.
+        seed_residency: which experts are in memory first: "usage" by what was learned and the static profile, "profile"
+            by that alone, "empty" none. None is "usage", or "profile" with moce, whose output depends on it, and
+            without usage.
+        eviction: "frequency": who is used least leaves memory first, by what was learned and by the text at hand;
+            "lru": who was used longest ago. None is "frequency" with usage and "lru" without.
     """
 
     memory: str | int | None = None
@@ -36,6 +44,9 @@ class Paging:
     io: str | None = None
     moce: MoceConfig | None = None
     prefill_step_size: int = Wanted.prefill_step_size
+    usage: bool = True
+    seed_residency: str | None = None
+    eviction: str | None = None
 
     def __post_init__(self) -> None:
         if self.prefill_step_size < 1:
@@ -50,14 +61,29 @@ class Paging:
             raise ValueError(f"moce is {self.moce!r}; needed: a MoceConfig, or None")
         if self.io not in (None, *IO):
             raise ValueError(f"io is {self.io!r}; allowed: {', '.join(IO)}")
+        for name, allowed in (("seed_residency", SEEDS), ("eviction", EVICTIONS)):
+            if getattr(self, name) not in (None, *allowed):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: {', '.join(allowed)}")
+        if self.seed_residency == "usage" and not self.usage:
+            raise ValueError("seed_residency is usage, which is off; choose profile or empty")
         if self.memory is not None:
             self._ceiling_bytes()
 
     @property
     def asks(self) -> str | None:
         """The setting, if any, that only experts which can stream obey."""
-        asked = {"memory": self.memory, "expert_slots": self.expert_slots, "moce": self.moce}
-        return next((name for name, value in asked.items() if value is not None), None)
+        names = ("memory", "expert_slots", "moce", "seed_residency", "eviction")
+        return next((name for name in names if getattr(self, name) is not None), None)
+
+    @property
+    def seed(self) -> str:
+        """What the first experts in memory follow from."""
+        return self.seed_residency or ("usage" if self.usage and self.moce is None else "profile")
+
+    @property
+    def by_frequency(self) -> bool:
+        """Whether experts that are used least leave memory first."""
+        return self.eviction == "frequency" or (self.eviction is None and self.usage)
 
     def wanted(self, sizes: ModelSizes, item_bytes: int) -> Wanted:
         """What a plan is asked for; more slots than experts are as many as experts."""

@@ -6,6 +6,7 @@ waited for is the pager's. A layer whose experts are all in memory waits for not
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,7 @@ from custom_kernels.slots import NO_SLOT
 from mlx_moe.config import ModelConfig
 from mlx_moe.models.layers import WINDOW, Linear, gather_mm
 from mlx_moe.paging.index import ExpertIndex
+from mlx_moe.paging.learning import Keeper, Learning
 from mlx_moe.paging.matrices import Matrices
 from mlx_moe.paging.moce import MoceConfig
 from mlx_moe.paging.pager import Pager
@@ -31,6 +33,8 @@ from mlx_moe.paging.reader import ExpertReader
 from mlx_moe.paging.residency import Limits, Readers, Room
 from mlx_moe.paging.routing import WindowRouter
 from mlx_moe.paging.statistics import ExpertStats
+
+logger = logging.getLogger(__name__)
 
 WORKSPACE_BYTES = 256 << 20
 """Unpacked matrices of the experts that a prompt runs through at once."""
@@ -64,8 +68,9 @@ class ArenaExperts:
         read_ahead: bool = True,
         limits: Limits | None = None,
         moce: MoceConfig | None = None,
+        learning: Learning | None = None,
     ) -> None:
-        """Allocate memory for ``slots`` experts of each layer; ``fill`` reads those of layers that have room for all.
+        """Allocate memory for ``slots`` experts of each layer; ``fill`` reads the first of them.
 
         Args:
             index: of every MoE layer, the draft layer's last.
@@ -75,6 +80,7 @@ class ArenaExperts:
             read_ahead: read what the next layer will probably need while this one computes.
             limits: of MLX's memory, which the arena's size moves.
             moce: prefer experts in memory in windows, in layers that have more experts than slots.
+            learning: what to start with and what to remember; nothing if not given.
 
         Raises ValueError when they do not fit into memory, or a setting of moce does not suit the model.
         """
@@ -84,8 +90,14 @@ class ArenaExperts:
         self._routers: list[Linear] = []
         self._windows = WindowRouter(config, [layer.experts for layer in index.layers], moce)
         self.reader = reader or ExpertReader(index)
-        self._pager = Pager(index, slots, room, self.reader)
+        usage = None if learning is None else learning.layers(self._top_k)
+        self._pager = Pager(index, slots, room, self.reader, usage, learning is not None and learning.by_worth)
         self._closed, self._limits = False, limits
+        self._seed, self._keeper, self._start = None, None, {}
+        if learning is not None:
+            self._seed, self._keeper = learning.seed, Keeper(learning, usage, self._pager.present_experts)
+            self._start = {"seed": learning.seed.kind, "seed_hash": learning.seed.digest}
+            weakref.finalize(self, self._keeper.save)  # at the end of the process too
         if limits is not None:
             limits.hold(self._pager.nbytes)
             weakref.finalize(self, limits.release)
@@ -110,15 +122,22 @@ class ArenaExperts:
         return self._pager.nbytes
 
     def fill(self) -> None:
-        """Read the experts of layers that have room for all, before anything else; the log says how far it is.
+        """Read what to start with, before anything else; the log says how far it is.
+
+        That is all experts of layers that have room for them, and of the others what the seed ranks highest.
 
         Raises OSError, naming file and expert, when one cannot be read.
         """
-        self._pager.fill()
+        if self._seed is None or self._seed.kind == "empty":
+            self._pager.fill()
+            return
+        logger.info("experts to start with: by %(seed)s, %(seed_hash)s", self._start)
+        layers = range(len(self._layers))
+        self._pager.fill([self._seed.ranking(layer, self._pager.slots(layer)) for layer in layers])
 
     def statistics(self) -> ExpertStats:
         """See ExpertSource."""
-        return replace(self._pager.statistics(), **self._windows.counters())
+        return replace(self._pager.statistics(), **self._windows.counters(), **self._start)
 
     def resize(self, slots: int) -> None:
         """See ExpertSource."""
@@ -133,6 +152,9 @@ class ArenaExperts:
         """See ExpertSource."""
         if not self._closed:
             self._closed = True
+            if self._keeper is not None:
+                self._pager.keep_pass()
+                self._keeper.save()
             self._pager.close()
             if self._limits is not None:
                 self._limits.release()
@@ -147,6 +169,8 @@ class ArenaExperts:
         """See ExpertSource."""
         self._refuse_closed()
         self._pager.begin(*window_ids.shape)
+        if self._keeper is not None:
+            self._keeper.tick()
 
     def commit(self, accepted: int) -> None:
         """See ExpertSource."""
@@ -251,6 +275,7 @@ class ArenaExperts:
         soon = self._guess(layer + 1, x)
         mx.async_eval(shared)  # on its own, or the ids would be ready only when this is
         chosen = self.reader.waits.values(ids).reshape(-1)
+        self._pager.prompted(layer, chosen.reshape(-1, self._top_k))
         order = np.argsort(chosen, kind="stable")
         groups = list(self._groups(layer, chosen[order], x.dtype))
         reads = PromptReads(self._pager, layer, [group.experts for group in groups], Counter(chosen.tolist()))

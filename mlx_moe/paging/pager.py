@@ -32,6 +32,7 @@ from mlx_moe.paging.queue import Cancelled
 from mlx_moe.paging.reader import ExpertReader, Fill
 from mlx_moe.paging.residency import Layer, Load, Readers, Room
 from mlx_moe.paging.statistics import ExpertStats
+from mlx_moe.paging.usage import LayerUsage
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +42,18 @@ REPORT_EVERY_S = 5.0
 class Pager:
     """Residency of experts: what is where, what is being read, what may be overwritten."""
 
-    def __init__(self, index: ExpertIndex, slots: int, room: Room, reader: ExpertReader) -> None:
+    def __init__(
+        self,
+        index: ExpertIndex,
+        slots: int,
+        room: Room,
+        reader: ExpertReader,
+        usage: Sequence[LayerUsage] | None = None,
+        by_worth: bool = False,
+    ) -> None:
         """Allocate ``slots`` per layer (at most as many as it has experts), all empty.
+
+        usage: of each layer, learns what accepted tokens use. by_worth: who is worth least to it leaves first.
 
         Raises ValueError when they do not fit into memory, OSError when a file of the index is not there.
         """
@@ -50,6 +61,7 @@ class Pager:
         self._number = 0  # of the pass
         self._window = (0, 0)  # B, T of the pass
         self._bytes_read = self._ahead_failed = 0
+        self._usage, self._by_worth = usage or [None] * len(index.layers), by_worth
         self._waits = reader.waits
         reader.files.note(index.files)
         self._allocate(slots, [None] * len(index.layers))
@@ -93,22 +105,37 @@ class Pager:
         """Experts that have a place, the oldest first."""
         return self._layers[layer].policy.experts
 
+    def present_experts(self) -> list[list[int]]:
+        """``present`` of every layer."""
+        return [entry.policy.experts for entry in self._layers]
+
+    def leaving(self, layer: int) -> list[int]:
+        """Experts that have a place, in the order in which they would leave."""
+        return self._layers[layer].policy.leaving
+
     # A pass
 
     def begin(self, batch: int, tokens: int) -> None:
         """A pass over [batch, tokens] starts; an earlier one that was not committed is kept whole."""
-        self.commit(self._window[1])
+        self.keep_pass()
         self._number += 1
         self._window = batch, tokens
+
+    def keep_pass(self) -> None:
+        """The last pass is kept whole, unless it was committed already."""
+        self.commit(self._window[1])
 
     def commit(self, accepted: int) -> None:
         """Of the last pass the first ``accepted`` tokens are kept: what they used is the newest, in token order."""
         for entry in self._layers:
             if entry.used:
-                ids = np.concatenate(entry.used)
-                ids = ids.reshape(*self._window, ids.shape[-1])
-                entry.policy.touch(ids[:, :accepted].reshape(-1).tolist())
+                ids = self._kept(entry.used, accepted)
+                entry.policy.touch(ids.reshape(-1).tolist())
+                self._learn(entry, ids)
                 entry.used.clear()
+            if entry.prompted:
+                self._learn(entry, self._kept(entry.prompted, accepted))
+                entry.prompted.clear()
             entry.policy.release()
 
     def abort(self) -> None:
@@ -139,7 +166,10 @@ class Pager:
         return [e for e in needed if e not in absent], missing
 
     def use_all(self, layer: int, experts: Sequence[int]) -> None:
-        """A prompt uses these experts; none is pinned. What is being read and is not among them is given up."""
+        """A prompt uses these experts; none is pinned. What is being read and is not among them is given up.
+
+        ``prompted`` says which token uses which.
+        """
         entry, wanted = self._layers[layer], set(experts)
         self._forget_readers(layer)
         self._settle(layer)
@@ -147,6 +177,12 @@ class Pager:
             self._reader.queue.cancel(entry.loads[expert].job)
             self._end(layer, expert, keep=False)  # even if it was done, or the disk would decide
         entry.policy.use(experts, pin=False)
+
+    def prompted(self, layer: int, ids: np.ndarray) -> None:
+        """A prompt's tokens use the experts ``ids`` [n, k] of a layer; that is learned when the prompt is kept."""
+        entry = self._layers[layer]
+        if entry.usage is not None and entry.absent:
+            entry.prompted.append(ids)
 
     def touch(self, layer: int, experts: Iterable[int]) -> None:
         """These are the newest now, in this order."""
@@ -239,7 +275,7 @@ class Pager:
             self._reader.close()
 
     def resize(self, slots: int) -> None:
-        """Another number of slots per layer, between passes; what was used last is read again, as much as fits.
+        """Another number of slots per layer, between passes; what would leave last is read again, as much as fits.
 
         The old arena goes before the new one is made, so that never both take memory. Raises ValueError, before
         anything is changed, when the new one does not fit; OSError as ``fill``.
@@ -247,7 +283,7 @@ class Pager:
         arena_pages(self._records(slots), *self._room)
         self.abort()
         mx.eval([readers.graphs for entry in self._layers for readers in entry.readers])
-        kept, counters = [e.policy.experts for e in self._layers], [e.policy.counters for e in self._layers]
+        kept, counters = [e.policy.leaving for e in self._layers], [e.policy.counters for e in self._layers]
         self._layers, self._slots = [], None
         mx.clear_cache()
         self._allocate(slots, counters)
@@ -279,6 +315,16 @@ class Pager:
             device_wait_ms=self._waits.device_s * 1e3,
         )
 
+    def _kept(self, ids: Sequence[np.ndarray], accepted: int) -> np.ndarray:
+        """Of a pass's ids [B * T, k], in parts, those of the first ``accepted`` tokens, [B * accepted, k]."""
+        whole = np.concatenate(ids)
+        k = whole.shape[-1]
+        return whole.reshape(*self._window, k)[:, :accepted].reshape(-1, k)
+
+    def _learn(self, entry: Layer, ids: np.ndarray) -> None:
+        if entry.usage is not None:
+            entry.usage.add(ids)
+
     def _records(self, slots: int) -> list[tuple[int, int]]:
         return [(layer.record_bytes, min(slots, layer.experts)) for layer in self._index.layers]
 
@@ -286,8 +332,12 @@ class Pager:
         records = self._records(slots)
         self._slots = SlotArena(records, *self._room)
         self._layers = [
-            Layer(layer.experts, nbytes, [self._slots.allocate(nbytes) for _ in range(count)], old)
-            for layer, (nbytes, count), old in zip(self._index.layers, records, counters, strict=True)
+            Layer(
+                layer.experts, nbytes, [self._slots.allocate(nbytes) for _ in range(count)], old, usage, self._by_worth
+            )
+            for layer, (nbytes, count), old, usage in zip(
+                self._index.layers, records, counters, self._usage, strict=True
+            )
         ]
 
     def _view(self, layer: int, admission: Admission) -> np.ndarray:

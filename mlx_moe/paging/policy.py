@@ -1,10 +1,13 @@
-"""Which experts stand in a layer's places: least recently used goes first, what a window uses stays.
+"""Which experts stand in a layer's places: least recently used or least worth goes first, what a window uses stays.
 
 Pure bookkeeping, a function of the calls alone: no arrays of MLX, no disk, no clock. A place is a number below
 ``slots``; what stands there is the pager's business.
 
 Order: used experts go to the newest end when their window is committed, in token order; before that, and for ever if
 their rows are rejected, what was loaded stands at the oldest end. So the order depends on accepted tokens only.
+
+Whoever is worth least leaves first where a layer is given a ``rank`` (of paging.usage.LayerUsage, which learns from
+accepted tokens too); the older one where two are worth the same, and so without it.
 
 Invariants: an expert has one place and a place one expert; pinned and hidden experts are never evicted (a window needs
 the first, a read into memory is under way for the others); hidden ones do not count as present until ``show``.
@@ -13,9 +16,12 @@ the first, a read into memory is under way for the others); hidden ones do not c
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+Rank = Callable[[list[int]], list[int]]
+"""Puts experts, given with the oldest first, in the order in which they leave memory; the older one of equals first."""
 
 
 @dataclass
@@ -46,12 +52,16 @@ class Admission(NamedTuple):
 class LayerPolicy:
     """The places of one layer."""
 
-    def __init__(self, slots: int, counters: Counters | None = None) -> None:
-        """counters: to go on with. Raises ValueError for less than one slot."""
+    def __init__(self, slots: int, counters: Counters | None = None, rank: Rank | None = None) -> None:
+        """counters: to go on with. rank: who leaves first; by age alone if not given.
+
+        Raises ValueError for less than one slot.
+        """
         if slots < 1:
             raise ValueError(f"a layer has {slots} slots; needed: at least 1")
         self.slots = slots
         self.counters = counters or Counters()
+        self._rank = rank
         self._order: OrderedDict[int, int] = OrderedDict()  # expert: place, oldest first
         self._free = list(range(slots - 1, -1, -1))
         self._pinned: set[int] = set()
@@ -62,6 +72,14 @@ class LayerPolicy:
     def experts(self) -> list[int]:
         """Those that have a place, the oldest first."""
         return list(self._order)
+
+    @property
+    def leaving(self) -> list[int]:
+        """Those that have a place, in the order in which they would leave."""
+        experts = self.experts
+        if self._rank is None:
+            return experts
+        return self._rank(experts)
 
     @property
     def hidden(self) -> frozenset[int]:
@@ -95,15 +113,12 @@ class LayerPolicy:
         """Places for experts that have none, in this order, at the oldest end; hidden until ``show``.
 
         Args:
-            victims: who leaves first; the oldest by default. Pinned ones stay unless they are named here.
+            victims: who leaves first; as ``leaving`` by default. Pinned ones stay unless they are named here.
 
         Returns:
             One for each expert, fewer where no place is left.
         """
-        pinned = self._pinned if victims is None else frozenset()
-        order = iter(self.experts if victims is None else victims)
-        leaving = (e for e in order if e in self._order and e not in pinned and e not in self._hidden)
-        out = []
+        leaving, out = self._who_may_leave(victims), []
         for expert in experts:
             evicted = None
             if not self._free:
@@ -153,6 +168,13 @@ class LayerPolicy:
         self._ahead &= kept
         self._hidden.clear()
         self._pinned.clear()
+
+    def _who_may_leave(self, victims: Iterable[int] | None) -> Iterator[int]:
+        """See ``admit``. Nothing is sorted before the first is asked for."""
+        pinned = self._pinned if victims is None else frozenset()
+        for expert in self.leaving if victims is None else victims:
+            if expert in self._order and expert not in pinned and expert not in self._hidden:
+                yield expert
 
     def _evict(self, expert: int) -> None:
         self.counters.evictions += 1

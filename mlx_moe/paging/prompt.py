@@ -57,7 +57,7 @@ class PromptReads:
 
     def _victims(self, part: int, current: int) -> list[int]:
         """Who may leave for a part while ``current`` is in use, the first first."""
-        at = {expert: self._part_of.get(expert) for expert in self._pager.present(self._layer)}
+        at = {expert: self._part_of.get(expert) for expert in self._pager.leaving(self._layer)}
         free = [expert for expert, i in at.items() if i is None]
         done = [expert for expert, i in at.items() if i is not None and i < current]
         later = [expert for expert, i in at.items() if i is not None and i > part]

@@ -16,6 +16,7 @@ from custom_kernels.slots import NO_SLOT
 from mlx_moe.paging.arena import MAX_CHUNK_BYTES
 from mlx_moe.paging.policy import Counters, LayerPolicy
 from mlx_moe.paging.queue import Job
+from mlx_moe.paging.usage import LayerUsage
 
 
 class Room(NamedTuple):
@@ -62,15 +63,26 @@ class Readers:
 class Layer:
     """What is known about one layer's places."""
 
-    def __init__(self, experts: int, record_bytes: int, words: list[int], counters: Counters | None) -> None:
+    def __init__(
+        self,
+        experts: int,
+        record_bytes: int,
+        words: list[int],
+        counters: Counters | None,
+        usage: LayerUsage | None,
+        by_worth: bool,
+    ) -> None:
+        """usage: what is learned here, if anything. by_worth: whether who leaves follows from it."""
         self.record_bytes = record_bytes
         self.words = words  # of the places
         self.row = np.full(experts, NO_SLOT, dtype=np.uint32)
         self.absent = experts  # how many have no word in the row
-        self.policy = LayerPolicy(len(words), counters)
+        self.policy = LayerPolicy(len(words), counters, usage.leaving if usage is not None and by_worth else None)
+        self.usage = usage
         self.loads: dict[int, Load] = {}  # by expert
         self.readers: list[Readers] = []
         self.used: list[np.ndarray] = []  # ids [n, k] of the pass
+        self.prompted: list[np.ndarray] = []  # and those of a prompt, which are touched when they are used
 
     def show(self, expert: int) -> None:
         """The expert's whole record stands in its place."""
@@ -91,3 +103,4 @@ class Layer:
         self.row[kept] = row[kept]
         self.absent = self.row.size - len(kept)
         self.used.clear()
+        self.prompted.clear()

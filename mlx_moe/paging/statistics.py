@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 
@@ -24,6 +24,8 @@ class ExpertStats:
             memory in place of one that is not: at the residency of its moment, a hit gained.
         layer_kl: nats by which the used mixtures are further from the router's distribution than the true ones, summed
             over tokens (paging.routing.divergence); zeros unless measured.
+        seed: what the first experts in memory followed from: "usage", "profile", "blend" of both, or "empty".
+        seed_hash: of that, 16 hexadecimal digits; None for "empty".
     """
 
     slots: int
@@ -39,6 +41,8 @@ class ExpertStats:
     layer_picks: tuple[int, ...] = ()
     layer_substituted: tuple[int, ...] = ()
     layer_kl: tuple[float, ...] = ()
+    seed: str = "empty"
+    seed_hash: str | None = None
 
     @property
     def hits(self) -> int:
@@ -76,11 +80,11 @@ class ExpertStats:
     def since(self, earlier: ExpertStats) -> ExpertStats:
         """What was added after ``earlier``."""
         changed = {}
-        for name in (field.name for field in fields(self) if field.name != "slots"):
+        for name in (field.name for field in fields(self) if field.name not in ("slots", "seed", "seed_hash")):
             now, then = getattr(self, name), getattr(earlier, name)
             pairs = isinstance(now, tuple)
             changed[name] = tuple(a - b for a, b in zip(now, then, strict=True)) if pairs else now - then
-        return ExpertStats(slots=self.slots, **changed)
+        return replace(self, **changed)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers and lists, for JSON: the counters, their sums and hit rates."""

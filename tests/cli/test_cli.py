@@ -26,7 +26,7 @@ from mlx_moe.sampling import ANSWERING, THINKING, Sampling, chat_sampling
 from paging.streamed import ceiling, write_model
 from tiny_tokenizer import END_THINK, TEMPLATE, THINK, save_tokenizer, short_config
 
-OWN_TESTS = ("doctor", "download", "convert", "imatrix", "info", "perplexity", "plan")
+OWN_TESTS = ("doctor", "download", "convert", "imatrix", "info", "perplexity", "plan", "profile", "usage")
 MODEL_VERBS = [verb for verb in VERBS if verb not in OWN_TESTS]
 REFUSED = [flag for flag, *_ in options._REFUSED]
 TEXT = "then the rest of it"
@@ -993,10 +993,39 @@ def test_moce_that_cannot_be(run, streamed):
     )
 
 
+USAGE = {
+    (): ("usage", True, True),
+    ("--no-usage",): ("empty", False, False),
+    ("--no-usage", "--eviction", "frequency"): ("empty", True, False),
+    ("--eviction", "lru"): ("usage", False, True),
+    ("--seed-residency", "empty"): ("empty", True, True),
+    ("--seed-residency", "profile"): ("empty", True, True),
+}
+
+
+@pytest.mark.parametrize("flags", USAGE, ids=" ".join)
+def test_usage(run, streamed, monkeypatch, flags, tmp_path):
+    """What a model starts with, who leaves memory, and whether it is remembered (more: tests/test_learned_usage.py)."""
+    path = tmp_path / "m.gguf"
+    path.write_bytes(Path(streamed).read_bytes())
+    call = ("generate", "--model", path, "-p", "the test", "-m", "2", "--verbose", "F", "--expert-slots", "9")
+    assert run(*call).status == 0
+    seen, original = [], session.load
+    monkeypatch.setattr(session, "load", lambda *a, **kw: seen.append(original(*a, **kw)) or seen[-1])
+    before = path.with_name("m.gguf.usage").read_bytes()
+    assert run(*call, *flags, "--stats-json", tmp_path / "s.json").status == 0
+    experts, pager = json.loads((tmp_path / "s.json").read_text())["experts"], seen[0][0]._experts._pager
+    seen.pop()[0].close()
+    remembered = path.with_name("m.gguf.usage").read_bytes() != before
+    assert (experts["seed"], pager._by_worth, remembered) == USAGE[flags]
+    assert (experts["seed_hash"] is None) == (experts["seed"] == "empty")
+
+
 # flag: the test that shows what it changes
 COVERED = {
     **dict.fromkeys(("--moce", "--moce-bonus", "--moce-keep-top", "--moce-max-rank"), test_moce),
     **dict.fromkeys(("--memory", "--expert-slots", "--resident"), test_paging),
+    **dict.fromkeys(("--seed-residency", "--no-usage", "--eviction"), test_usage),
     **dict.fromkeys(("--io-threads", "--no-read-ahead", "--io"), test_paging),
     **dict.fromkeys(REFUSED, test_refused_flags),
     "--help": test_help_of_a_verb,

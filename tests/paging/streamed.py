@@ -36,8 +36,8 @@ def write_model(path: Path, mtp: bool = False, tokenizer: bool = False) -> Path:
 
 
 def opened(path: Path, slots: int = EXPERTS, **options) -> Model:
-    """In float32."""
-    return load_model(path, mx.float32, expert_slots=slots, **options)[0]
+    """In float32; without usage, unless it is asked for, so that no test starts with what another one learned."""
+    return load_model(path, mx.float32, expert_slots=slots, **{"usage": False} | options)[0]
 
 
 def logits(model: Model, pieces: tuple[int, ...] = (20, 1, 1, 5, 8, 5)) -> np.ndarray:

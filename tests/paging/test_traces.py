@@ -14,6 +14,7 @@ from mlx_moe.paging.pager import Pager
 from mlx_moe.paging.policy import LayerPolicy
 from mlx_moe.paging.reader import ExpertReader
 from mlx_moe.paging.residency import Room
+from mlx_moe.paging.usage import HALF_LIFE, RECENT_HALF_LIFE, RECENT_WEIGHT, SMOOTHING, LayerUsage
 from paging.lru_oracle import Oracle
 
 TRACES = np.load(Path(__file__).resolve().parent.parent / "golden" / "traces.npz")
@@ -93,4 +94,39 @@ def test_the_engine_agrees_with_the_oracle(index, monkeypatch, name, slots):
     assert stats.layer_hits == tuple(o.hits for o in oracles) and stats.layer_misses == tuple(o.misses for o in oracles)
     assert (stats.ahead_useful, stats.ahead_wasted) == (sum(o.useful for o in oracles), sum(o.wasted for o in oracles))
     assert stats.ahead_useful > 0 < stats.evictions == sum(len(o.log) for o in oracles)
+    pager.close()
+
+
+def _shares(tokens: list[list[int]], start: np.ndarray, k: int) -> list[float]:
+    """What every expert is worth after these tokens, from the definition: ages of uses, one by one."""
+    long, recent = start * 0.5 ** (len(tokens) / HALF_LIFE), np.zeros(EXPERTS)
+    for age, chosen in enumerate(reversed(tokens)):
+        long[chosen] += 0.5 ** (age / HALF_LIFE)
+        recent[chosen] += 0.5 ** (age / RECENT_HALF_LIFE)
+    recent *= RECENT_WEIGHT * (1 - 0.5 ** (1 / RECENT_HALF_LIFE))
+    return (long / (long.sum() / k + SMOOTHING) + recent).tolist()
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("slots", [8, 12, 20])
+@pytest.mark.parametrize("name", TRACES.files)
+def test_least_used_leaves_first(index, name, slots):
+    """Who stands there after each of 60 tokens, against the definition; every other one is rejected."""
+    trace, rng = TRACES[name][:, :120].astype(np.int64), np.random.default_rng(slots)
+    k, starts = trace.shape[-1], rng.uniform(0, 40, (len(trace), EXPERTS))
+    usage = [LayerUsage(EXPERTS, start, k) for start in starts]
+    pager = Pager(index, slots, Room(1 << 30), ExpertReader(index, 2), usage, by_worth=True)
+    stand, seen = [set() for _ in trace], [[] for _ in trace]
+    for at in range(60):
+        pager.begin(1, 1)
+        for layer, row in enumerate(trace[:, at]):
+            _run(pager, layer, row[None])
+            needed, worth = set(row.tolist()), _shares(seen[layer], starts[layer], k)
+            while len(stand[layer] | needed) > slots:
+                stand[layer].remove(min(stand[layer] - needed, key=worth.__getitem__))
+            stand[layer] |= needed
+            assert set(pager.present(layer)) == stand[layer]
+            if at % 2 == 0:
+                seen[layer].append(row.tolist())
+        pager.commit(1 - at % 2)
     pager.close()

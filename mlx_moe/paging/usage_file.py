@@ -1,0 +1,94 @@
+"""The format of files that remember usage or hold a static profile, and what ties them to a model.
+
+Little-endian, without gaps: an 8-byte mark with the version; kind, layers, experts (uint32 each); tokens (uint64); the
+model's fingerprint (16 bytes); counts [layers, experts] float32; for every layer the length of its order and the
+expert numbers (uint16); SHA-256 of all before it. Nothing in a file is trusted: its size is bounded before it is read
+(``most_bytes``), and every number is checked. Knows bytes only, no folders.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+
+import numpy as np
+
+from mlx_moe.config import ModelConfig
+from mlx_moe.paging.index import ExpertIndex
+from mlx_moe.paging.usage import MAX_COUNT, Usage
+
+MAGIC = b"MLXMOEU1"
+KINDS = ("usage", "profile")
+_HEAD = struct.Struct("<8sIIIQ16s")
+_DIGEST_BYTES = 32
+
+
+def fingerprint(config: ModelConfig, index: ExpertIndex) -> str:
+    """32 hexadecimal digits that tell models apart: what they route, how their experts lie, names and sizes of files.
+
+    The trunk's alone, so that it is the same with and without a draft layer; and not where the folder is.
+
+    Raises OSError where a file of the index is not there.
+    """
+    layers = index.layers[: config.num_hidden_layers]
+    used = sorted({int(i) for layer in layers for part in layer.parts for i in np.unique(part.files)})
+    files = [(index.files[i].name, index.files[i].stat().st_size) for i in used]
+    parts = [(p.format, p.shape, p.length, hashlib.sha256(p.offsets).hexdigest()) for x in layers for p in x.parts]
+    routing = (config.num_experts, config.num_experts_per_tok, config.hidden_size, config.vocab_size)
+    return hashlib.sha256(json.dumps([routing, files, parts]).encode()).hexdigest()[:32]
+
+
+def most_bytes(layers: int, experts: int) -> int:
+    """The size of the largest file of a model."""
+    return _HEAD.size + layers * (experts * 6 + 2) + _DIGEST_BYTES
+
+
+def encode(kind: str, usage: Usage, mark: str) -> bytes:
+    """A file's bytes. kind: of KINDS. mark: the model's fingerprint."""
+    layers, experts = usage.counts.shape
+    head = _HEAD.pack(MAGIC, KINDS.index(kind), layers, experts, usage.tokens, bytes.fromhex(mark))
+    orders = (np.array([len(row), *row], dtype="<u2").tobytes() for row in usage.order)
+    body = head + usage.counts.astype("<f4").tobytes() + b"".join(orders)
+    return body + hashlib.sha256(body).digest()
+
+
+def decode(data: bytes, kind: str, experts: int, mark: str) -> Usage:
+    """What a file holds. Raises ValueError, saying why, for one that is not of this format, kind and model."""
+    if len(data) < _HEAD.size + _DIGEST_BYTES or data[: len(MAGIC)] != MAGIC:
+        raise ValueError("it is not a file of this format, or of another version")
+    body, digest = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
+    if hashlib.sha256(body).digest() != digest:
+        raise ValueError("it is damaged")
+    _, number, layers, width, tokens, owner = _HEAD.unpack_from(body)
+    if owner.hex() != mark or width != experts:
+        raise ValueError("it belongs to another model")
+    if number != KINDS.index(kind):
+        raise ValueError(f"it is not a {kind}")
+    counts, orders = _counts(body, layers, experts)
+    if kind == "usage" and (counts > MAX_COUNT).any():
+        raise ValueError("a count is larger than can be")
+    return Usage(counts, _order(orders, layers), tokens)
+
+
+def _counts(body: bytes, layers: int, experts: int) -> tuple[np.ndarray, bytes]:
+    """Counts [layers, experts] float32, and what follows them."""
+    end = _HEAD.size + 4 * layers * experts
+    if len(body) < end:
+        raise ValueError("it is too short")
+    counts = np.frombuffer(body, "<f4", layers * experts, _HEAD.size).reshape(layers, experts)
+    return counts.astype(np.float32), body[end:]
+
+
+def _order(data: bytes, layers: int) -> tuple[tuple[int, ...], ...]:
+    if len(data) % 2:
+        raise ValueError("it has half a number")
+    values, at, rows = np.frombuffer(data, "<u2").tolist(), 0, []
+    for _ in range(layers):
+        if at >= len(values) or at + 1 + values[at] > len(values):
+            raise ValueError("it is too short")
+        rows.append(tuple(values[at + 1 : at + 1 + values[at]]))
+        at += 1 + values[at]
+    if at != len(values):
+        raise ValueError("it is too long")
+    return tuple(rows)
