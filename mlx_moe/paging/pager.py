@@ -9,16 +9,15 @@ Invariants, kept here:
 * MLX cannot order a write of bytes against a pending read. So graphs that read slots are recorded (``reads``), and a
   slot is written only after all of those that read it have been evaluated (``_retire``; asserted in ``_start``).
 * What a window uses stays until its commit, unless the window needs more than there is room for.
-* What stands where, and who is evicted, follows from the tokens, whatever the disk does: a record that was read ahead
-  serves a miss of the same pass, and stands in the row from the layer's next pass on (awaited there). What is given
-  up leaves no trace, also if it was read already.
+* What stands where, and who is evicted, follows from the tokens, whatever the disk does (``flow.py``); what was read
+  ahead is awaited where it becomes visible.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import mlx.core as mx
 import numpy as np
@@ -26,6 +25,7 @@ import numpy as np
 from custom_kernels.dequant_gemv import Arena
 from custom_kernels.slots import NO_SLOT
 from mlx_moe.paging.arena import SlotArena, arena_pages
+from mlx_moe.paging.flow import Flow
 from mlx_moe.paging.index import ExpertIndex
 from mlx_moe.paging.policy import Admission, Counters
 from mlx_moe.paging.queue import Cancelled
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 REPORT_EVERY_S = 5.0
 
 
-class Pager:
+class Pager(Flow):
     """Residency of experts: what is where, what is being read, what may be overwritten."""
 
     def __init__(self, index: ExpertIndex, slots: int, room: Room, reader: ExpertReader) -> None:
@@ -46,9 +46,8 @@ class Pager:
 
         Raises ValueError when they do not fit into memory, OSError when a file of the index is not there.
         """
+        super().__init__()
         self._index, self._room, self._reader = index, room, reader
-        self._number = 0  # of the pass
-        self._window = (0, 0)  # B, T of the pass
         self._bytes_read = self._ahead_failed = 0
         self._waits = reader.waits
         reader.files.note(index.files)
@@ -64,19 +63,6 @@ class Pager:
         """Bytes of the arena."""
         return self._slots.nbytes
 
-    @property
-    def streams(self) -> bool:
-        """Whether some layer has more experts than slots."""
-        return any(entry.policy.slots < entry.row.size for entry in self._layers)
-
-    def slots(self, layer: int) -> int:
-        """How many experts of a layer can stand in memory."""
-        return self._layers[layer].policy.slots
-
-    def complete(self, layer: int) -> bool:
-        """Whether all experts of a layer stand in memory, so that nothing of it is ever read or overwritten."""
-        return not self._layers[layer].absent
-
     def row(self, layer: int) -> mx.array:
         """Slot words [E] of a layer, uint32, for the graphs of this moment."""
         self._settle(layer)
@@ -89,27 +75,7 @@ class Pager:
         row[chosen] = entry.row[chosen]
         return row[ids]
 
-    def present(self, layer: int) -> list[int]:
-        """Experts that have a place, the oldest first."""
-        return self._layers[layer].policy.experts
-
     # A pass
-
-    def begin(self, batch: int, tokens: int) -> None:
-        """A pass over [batch, tokens] starts; an earlier one that was not committed is kept whole."""
-        self.commit(self._window[1])
-        self._number += 1
-        self._window = batch, tokens
-
-    def commit(self, accepted: int) -> None:
-        """Of the last pass the first ``accepted`` tokens are kept: what they used is the newest, in token order."""
-        for entry in self._layers:
-            if entry.used:
-                ids = np.concatenate(entry.used)
-                ids = ids.reshape(*self._window, ids.shape[-1])
-                entry.policy.touch(ids[:, :accepted].reshape(-1).tolist())
-                entry.used.clear()
-            entry.policy.release()
 
     def abort(self) -> None:
         """The pass was interrupted: reads are drained, and it leaves no trace in the order of use."""
@@ -121,78 +87,12 @@ class Pager:
         self._window = (0, 0)
 
     def use(self, layer: int, ids: np.ndarray) -> tuple[list[int], list[int]]:
-        """A window's tokens use the experts ``ids`` [n, k] of a layer, which ``row`` routed.
-
-        Returns:
-            Those that stand in memory and those that do not, each once, in order of first use. The first are pinned,
-            and the second will be.
-        """
+        """See Flow; graphs of earlier passes have read what they read."""
         entry = self._layers[layer]
         with self._waits.on_device():  # hardly, since ids come after them
             mx.eval([r.graphs for r in entry.readers if r.number < self._number])
         entry.readers = [r for r in entry.readers if r.number == self._number]
-        entry.used.append(ids)
-        needed = list(dict.fromkeys(ids.reshape(-1).tolist()))
-        missing = entry.policy.use(needed)
-        absent = set(missing)
-        return [e for e in needed if e not in absent], missing
-
-    def use_all(self, layer: int, experts: Sequence[int]) -> None:
-        """A prompt uses these experts; none is pinned. What is being read and is not among them is given up."""
-        entry, wanted = self._layers[layer], set(experts)
-        self._settle(layer)
-        for expert in [e for e in entry.loads if e not in wanted]:
-            self._reader.queue.cancel(entry.loads[expert].job)
-            self._end(layer, expert, keep=False)  # even if it was done, or the disk would decide
-        entry.policy.use(experts, pin=False)
-
-    def touch(self, layer: int, experts: Iterable[int]) -> None:
-        """These are the newest now, in this order."""
-        self._layers[layer].policy.touch(experts)
-
-    def waves(self, layer: int, missing: Sequence[int]) -> Iterator[Sequence[int]]:
-        """What is missing, as many at a time as there is room for; the reads of a wave have been started.
-
-        The caller must ``arrive`` with each, queue what uses it and hand that to ``reads`` before the next.
-        """
-        policy, loads, start = self._layers[layer].policy, self._layers[layer].loads, 0
-        while start < len(missing):
-            room, stop = policy.room(), start
-            while stop < len(missing) and (room or missing[stop] in loads):
-                room -= missing[stop] not in loads
-                stop += 1
-            if stop == start:
-                policy.release()  # what earlier waves used is queued, and recorded as being read
-                continue
-            self.fetch(layer, missing[start:stop])
-            yield missing[start:stop]
-            start = stop
-
-    def fetch(self, layer: int, experts: Sequence[int], victims: Iterable[int] | None = None) -> None:
-        """Start to read what of ``experts`` is neither in memory nor being read; there must be room.
-
-        victims: see LayerPolicy.admit.
-        """
-        entry = self._layers[layer]
-        for expert in experts:
-            if expert in entry.loads:
-                self._reader.queue.promote(entry.loads[expert].job)
-        absent = [e for e in experts if entry.row[e] == NO_SLOT and e not in entry.loads]
-        admitted = entry.policy.admit(absent, victims)
-        self._start(layer, admitted, ahead=False)
-        if len(admitted) < len(absent):
-            raise RuntimeError(f"layer {layer}: no room for {len(absent)} experts in {entry.policy.slots} slots")
-
-    def arrive(self, layer: int, experts: Iterable[int]) -> None:
-        """Wait until these stand in memory. Raises OSError, naming file and expert, when one cannot be read."""
-        errors = [self._arrive(layer, expert) for expert in experts]
-        for error in filter(None, errors):
-            raise error
-
-    def ahead(self, layer: int, experts: Iterable[int], most: int) -> None:
-        """Read, when nothing else is to be read, what a layer will probably need; at most ``most`` at a time."""
-        self._settle(layer)
-        self._start(layer, self._layers[layer].policy.ahead(list(dict.fromkeys(experts)), most), ahead=True)
+        return super().use(layer, ids)
 
     def reads(self, layer: int, graphs: Iterable[mx.array], experts: Iterable[int]) -> None:
         """Graphs that read these experts' slots are queued. Nothing may be fetched before they are handed over."""
@@ -301,20 +201,11 @@ class Pager:
             job = self._reader.start(Fill(layer, admission.expert, self._view(layer, admission)), demanded=not ahead)
             entry.loads[admission.expert] = Load(job, self._number, ahead)
 
-    def _settle(self, layer: int) -> None:
-        """What an earlier pass read ahead stands in the row from now on; what could not be read is gone."""
-        for expert, load in list(self._layers[layer].loads.items()):
-            if load.number < self._number:
-                self._end(layer, expert)
+    def _promote(self, load: Load) -> None:
+        self._reader.queue.promote(load.job)
 
-    def _arrive(self, layer: int, expert: int) -> OSError | None:
-        """Wait for an expert. One that failed when it was read ahead gets another try, since now it is needed."""
-        load = self._layers[layer].loads.get(expert)
-        error = None if load is None else self._end(layer, expert)
-        if error is None or not load.ahead:
-            return error
-        self.fetch(layer, [expert])
-        return self._end(layer, expert)
+    def _cancel(self, load: Load) -> None:
+        self._reader.queue.cancel(load.job)
 
     def _end(self, layer: int, expert: int, keep: bool = True) -> OSError | None:
         """Wait for a read: the expert stands in the row, or its place is free again and the error is returned."""

@@ -6,22 +6,24 @@ only while its place holds its whole record.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-import mlx.core as mx
 import numpy as np
 
 from custom_kernels.slots import NO_SLOT
-from mlx_moe.paging.arena import MAX_CHUNK_BYTES
 from mlx_moe.paging.policy import Counters, LayerPolicy
 from mlx_moe.paging.queue import Job
+from mlx_moe.paging.sizes import CHUNK_BYTES
+
+if TYPE_CHECKING:
+    import mlx.core as mx
 
 
 class Room(NamedTuple):
     """Memory for the arena: bytes in all, and of one chunk."""
 
     budget_bytes: int
-    most_chunk_bytes: int = MAX_CHUNK_BYTES
+    most_chunk_bytes: int = CHUNK_BYTES
 
 
 class Limits(Protocol):
@@ -35,9 +37,9 @@ class Limits(Protocol):
 
 
 class Load(NamedTuple):
-    """A read under way into an expert's place, and the pass that started it."""
+    """A read under way into an expert's place (None where nothing is read), and the pass that started it."""
 
-    job: Job
+    job: Job | None
     number: int
     ahead: bool
 
