@@ -46,6 +46,7 @@ def load(
     read_ahead: bool = True,
     io: str | None = None,
     moce: MoceConfig | None = None,
+    record_routing: str | Path | None = None,
     adapter_path: str | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[Model, TokenizerWrapper] | tuple[Model, TokenizerWrapper, dict[str, Any]]:
@@ -59,8 +60,8 @@ def load(
         lazy: leave the weights to be read when they are first used, by the loading thread.
         return_config: also return the raw contents of config.json.
         revision: of the Hub repository.
-        dtype, norm_convention, mtp, memory, expert_slots, resident, io_threads, read_ahead, io, moce: see
-            ``load_model``.
+        dtype, norm_convention, mtp, memory, expert_slots, resident, io_threads, read_ahead, io, moce,
+            record_routing: see ``load_model``.
         adapter_path, trust_remote_code: mlx-lm's, refused with the reason.
 
     Returns:
@@ -87,6 +88,7 @@ def load(
         read_ahead=read_ahead,
         io=io,
         moce=moce,
+        record_routing=record_routing,
     )
     tokenizer = _tokenizer(source, config, tokenizer_config)
     return (model, tokenizer, config) if return_config else (model, tokenizer)

@@ -68,6 +68,7 @@ def load_model(
     read_ahead: bool = True,
     io: str | None = None,
     moce: MoceConfig | None = None,
+    record_routing: str | Path | None = None,
 ) -> tuple[Model, dict[str, Any]]:
     """Load a model without its tokenizer.
 
@@ -95,6 +96,8 @@ def load_model(
         io: "direct" past the page cache, with a warning where that cannot be, or "buffered"; None is direct, quietly.
         moce: of GGUF files and packs, prefer experts in memory (cache-aware routing); output then depends on how many
             there are and on what was in memory before. None is the plain router.
+        record_routing: a file for what the routers say, until the model is closed (scripts/replay_routing.py); one of
+            that name is replaced.
 
     Returns:
         The model, evaluated and usable from any thread, and the raw contents of config.json.
@@ -104,6 +107,8 @@ def load_model(
     """
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype}; allowed: float32, bfloat16, float16")
+    if record_routing is not None and not Path(record_routing).resolve().parent.is_dir():
+        raise ValueError(f"record_routing is {record_routing}, whose folder does not exist; make it first")
     source = model_folder(path, revision)
     packed = is_gguf(source) or is_pack(source)
     if packed and (lazy or norm_convention != "auto"):
@@ -126,6 +131,8 @@ def load_model(
         evaluate(model)
     require_kernels(KERNELS | kernels_of(model))
     model.bind()
+    if record_routing is not None:
+        model.record_routing(record_routing)
     return model, raw
 
 

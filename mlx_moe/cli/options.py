@@ -110,10 +110,17 @@ def _add_moce(out: argparse.ArgumentParser) -> None:
     )
 
 
+def add_recording(out: argparse.ArgumentParser) -> None:
+    """Of verbs that run a model token by token."""
+    out.add_argument(
+        "--record-routing", metavar="FILE", help="write what routers say there (scripts/replay_routing.py)"
+    )
+
+
 def paging(args: argparse.Namespace) -> dict[str, Any]:
-    """Keywords of ``load`` for the options of paging and of cache-aware routing that were given."""
-    names = ("memory", "expert_slots", "resident", "io_threads", "read_ahead", "io")
-    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    """Keywords of ``load`` for the options of paging, of recording and of cache-aware routing that were given."""
+    names = ("memory", "expert_slots", "resident", "io_threads", "read_ahead", "io", "record_routing")
+    given = {name: value for name in names if (value := getattr(args, name, None)) is not None}
     settings = moce(args)
     return given if settings is None else given | {"moce": settings}
 

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -28,9 +29,11 @@ from mlx_moe.paging.moce import MoceConfig
 from mlx_moe.paging.pager import Pager
 from mlx_moe.paging.prompt import AHEAD_SHARE, PromptReads
 from mlx_moe.paging.reader import ExpertReader
+from mlx_moe.paging.recorder import RoutingRecorder, fingerprint
 from mlx_moe.paging.residency import Limits, Room
 from mlx_moe.paging.routing import WindowRouter
 from mlx_moe.paging.statistics import ExpertStats
+from mlx_moe.paging.trace import KEPT, Residency, TraceHeader, TraceWriter
 
 WORKSPACE_BYTES = 256 << 20
 """Unpacked matrices of the experts that a prompt runs through at once."""
@@ -80,12 +83,12 @@ class ArenaExperts:
         """
         self._top_k, self._normalize = config.num_experts_per_tok, config.norm_topk_prob
         self._trunk, self._read_ahead = config.num_hidden_layers, read_ahead
-        self._layers = [Matrices.of(layer) for layer in index.layers]
+        self._index, self._layers = index, [Matrices.of(layer) for layer in index.layers]
         self._routers: list[Linear] = []
         self._windows = WindowRouter(config, [layer.experts for layer in index.layers], moce)
         self.reader = reader or ExpertReader(index)
         self._pager = Pager(index, slots, room, self.reader)
-        self._closed, self._limits = False, limits
+        self._closed, self._limits, self._recorder = False, limits, None
         if limits is not None:
             limits.hold(self._pager.nbytes)
             weakref.finalize(self, limits.release)
@@ -125,6 +128,8 @@ class ArenaExperts:
         if slots < self._top_k:
             raise ValueError(f"{slots} slots per layer; allowed: at least {self._top_k}, as a token uses")
         self._refuse_closed()
+        if self._recorder is not None:
+            self._recorder.interrupted()
         self._pager.resize(slots)
         if self._limits is not None:
             self._limits.hold(self._pager.nbytes)
@@ -133,6 +138,8 @@ class ArenaExperts:
         """See ExpertSource."""
         if not self._closed:
             self._closed = True
+            if self._recorder is not None:
+                self._recorder.close()
             self._pager.close()
             if self._limits is not None:
                 self._limits.release()
@@ -143,18 +150,46 @@ class ArenaExperts:
             self._routers.append(Linear(weight.shape[1], weight.shape[0]))
             self._routers[-1].weight = weight
 
+    def record(self, file: str | Path, routers: Sequence[mx.array], dtype: mx.Dtype) -> None:
+        """See ExpertSource."""
+        layers, pager = self._index.layers, self._pager  # and not self, which would never be forgotten
+        header = TraceHeader(
+            fingerprint=fingerprint(routers),
+            experts=tuple(layer.experts for layer in layers),
+            top_k=self._top_k,
+            normalize=self._normalize,
+            trunk=self._trunk,
+            record_bytes=tuple(layer.record_bytes for layer in layers),
+            group_sizes=tuple(self._group_size(i, dtype) for i in range(len(layers))),
+            kept=max(self._top_k, KEPT),
+            read_ahead=self._read_ahead,
+            moce=self._windows.moce,
+        )
+
+        def residency() -> Residency:
+            return Residency(tuple((pager.slots(i), tuple(pager.present(i))) for i in range(len(layers))))
+
+        self._recorder = RoutingRecorder(TraceWriter(file, header), header, residency)
+        weakref.finalize(self, self._recorder.close)
+
     def begin(self, window_ids: mx.array) -> None:
         """See ExpertSource."""
         self._refuse_closed()
+        if self._recorder is not None:
+            self._recorder.begin(*window_ids.shape)
         self._pager.begin(*window_ids.shape)
 
     def commit(self, accepted: int) -> None:
         """See ExpertSource."""
+        if self._recorder is not None:
+            self._recorder.commit(accepted)
         self._pager.commit(accepted)
 
     def abort(self) -> None:
         """See ExpertSource."""
         if not self._closed:
+            if self._recorder is not None:
+                self._recorder.interrupted()
             self._pager.abort()
 
     def moe(self, layer: int, x: mx.array, logits: mx.array, shared: mx.array, phase: str = "decode") -> mx.array:
@@ -162,6 +197,8 @@ class ArenaExperts:
 
         Raises OSError, naming file and expert, when one cannot be read.
         """
+        if self._recorder is not None:
+            self._recorder.routed(layer, logits, phase == "prefill")
         if phase == "prefill":
             return self._prompt(layer, x, logits, shared)
         parts = [slice(i, i + WINDOW) for i in range(0, len(x), WINDOW)]
@@ -229,6 +266,8 @@ class ArenaExperts:
         if not self._read_ahead or layer >= self._trunk or self._pager.complete(layer):
             return None
         logits = self._routers[layer](x[None])[0].astype(mx.float32)
+        if self._recorder is not None:
+            self._recorder.guessed(layer, logits)
         if biased:
             ids = self._windows.route(layer, logits, self._pager.row(layer)).ids
         else:
@@ -286,11 +325,14 @@ class ArenaExperts:
     def _groups(self, layer: int, chosen: np.ndarray, dtype: mx.Dtype) -> Iterator[Group]:
         """From each row's expert, ascending. They do not depend on what is in memory."""
         experts, starts = np.unique(chosen, return_index=True)
-        size = max(1, WORKSPACE_BYTES // self._layers[layer].unpacked_bytes(dtype))
+        size = self._group_size(layer, dtype)
         bounds = [*range(0, experts.size, size), experts.size]
         edges = np.append(starts, chosen.size)
         for a, b in pairwise(bounds):
             yield Group(int(edges[a]), int(edges[b]), experts[a:b])
+
+    def _group_size(self, layer: int, dtype: mx.Dtype) -> int:
+        return max(1, WORKSPACE_BYTES // self._layers[layer].unpacked_bytes(dtype))
 
     def _added(self, y: mx.array, places: mx.array, weights: mx.array, shared: mx.array) -> mx.array:
         """Outputs y [T * k, H], those of token t in the rows places[t] [k], weighted and added up -> [T, H]."""
