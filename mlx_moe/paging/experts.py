@@ -27,7 +27,7 @@ from mlx_moe.paging.index import ExpertIndex
 from mlx_moe.paging.matrices import Matrices
 from mlx_moe.paging.moce import MoceConfig
 from mlx_moe.paging.pager import Pager
-from mlx_moe.paging.prompt import AHEAD_SHARE, PromptReads
+from mlx_moe.paging.prompt import AHEAD_SHARE, WINDOW_AHEAD_SHARE, PromptReads
 from mlx_moe.paging.reader import ExpertReader
 from mlx_moe.paging.recorder import RoutingRecorder, fingerprint
 from mlx_moe.paging.residency import Limits, Room
@@ -39,8 +39,6 @@ WORKSPACE_BYTES = 256 << 20
 """Unpacked matrices of the experts that a prompt runs through at once."""
 TOKENS_AT_ONCE = 512
 """Of a prompt, when its experts' outputs are added up in float32."""
-WINDOW_AHEAD_SHARE = 8
-"""Of a layer's places, one in so many may be filled with what a window will probably need."""
 
 
 class Group(NamedTuple):
@@ -162,6 +160,7 @@ class ArenaExperts:
             record_bytes=tuple(layer.record_bytes for layer in layers),
             group_sizes=tuple(self._group_size(i, dtype) for i in range(len(layers))),
             kept=max(self._top_k, KEPT),
+            window=WINDOW,
             read_ahead=self._read_ahead,
             moce=self._windows.moce,
         )

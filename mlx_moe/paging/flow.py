@@ -75,7 +75,7 @@ class Flow:
     def use_all(self, layer: int, experts: Sequence[int]) -> None:
         """A prompt uses these experts; none is pinned. What is being read and is not among them is given up."""
         entry, wanted = self._layers[layer], set(experts)
-        self._settle(layer)
+        self.settle(layer)
         for expert in [e for e in entry.loads if e not in wanted]:
             self._cancel(entry.loads[expert])
             self._end(layer, expert, keep=False)  # even if it was done, or the disk would decide
@@ -126,10 +126,10 @@ class Flow:
 
     def ahead(self, layer: int, experts: Iterable[int], most: int) -> None:
         """Read, when nothing else is to be read, what a layer will probably need; at most ``most`` at a time."""
-        self._settle(layer)
+        self.settle(layer)
         self._start(layer, self._layers[layer].policy.ahead(list(dict.fromkeys(experts)), most), ahead=True)
 
-    def _settle(self, layer: int) -> None:
+    def settle(self, layer: int) -> None:
         """What an earlier pass read ahead stands in the row from now on; what could not be read is gone."""
         for expert, load in list(self._layers[layer].loads.items()):
             if load.number < self._number:

@@ -65,7 +65,7 @@ class Pager(Flow):
 
     def row(self, layer: int) -> mx.array:
         """Slot words [E] of a layer, uint32, for the graphs of this moment."""
-        self._settle(layer)
+        self.settle(layer)
         return mx.array(self._layers[layer].row)
 
     def words(self, layer: int, ids: np.ndarray, only: Iterable[int]) -> np.ndarray:

@@ -17,6 +17,8 @@ from mlx_moe.paging.flow import Flow
 
 AHEAD_SHARE = 4
 """Of a layer's places, those that may be filled with what a prompt will probably need, before its ids are known."""
+WINDOW_AHEAD_SHARE = 8
+"""Of them, one in so many may be filled with what a window will probably need."""
 
 
 class PromptReads:

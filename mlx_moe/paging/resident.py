@@ -74,6 +74,7 @@ class ResidentExperts(nn.Module):
             record_bytes=none,
             group_sizes=none,
             kept=max(self._top_k, KEPT),
+            window=WINDOW,
             read_ahead=False,
             moce=None,
         )

@@ -83,6 +83,7 @@ class TraceHeader:
         record_bytes: of one expert by layer; 0 where experts do not stream.
         group_sizes: experts by layer that a prompt runs through at once; 0 likewise.
         kept: ranks of a token that are recorded.
+        window: rows that are routed at once where a pass is no prompt.
         read_ahead, moce: as the model was run.
     """
 
@@ -94,6 +95,7 @@ class TraceHeader:
     record_bytes: tuple[int, ...]
     group_sizes: tuple[int, ...]
     kept: int
+    window: int
     read_ahead: bool
     moce: MoceConfig | None
 
@@ -103,6 +105,7 @@ class TraceHeader:
         _need(1 <= layers <= MOST_LAYERS and all(_within(e, 1, MOST_EXPERTS) for e in self.experts), "experts")
         _need(_within(self.top_k, 1, min(self.experts)), "top_k")
         _need(_within(self.kept, self.top_k, MOST_EXPERTS), "kept")
+        _need(_within(self.window, 1, MOST_ROWS), "window")
         _need(_within(self.trunk, 0, layers), "trunk")
         _need(isinstance(self.normalize, bool) and isinstance(self.read_ahead, bool), "normalize or read_ahead")
         for name in ("record_bytes", "group_sizes"):
