@@ -34,7 +34,7 @@ class Speeds:
         if min(self.ssd_bytes_s, self.memory_bytes_s) <= 0 or min(self.wait_s, self.ssd_half_bytes, self.host_s) < 0:
             raise ValueError("speeds of SSD and memory must be above 0, the price of a wait 0 or more")
 
-    def read_s(self, count: int, record_bytes: int) -> float:
+    def read_s(self, count: float, record_bytes: int) -> float:
         """Seconds for records that are asked for together and waited for.
 
         The rate with q bytes under way is ssd_bytes_s * q / (q + ssd_half_bytes).
@@ -62,7 +62,7 @@ class PassWork:
     expert_bytes: float
     state_bytes: float
     waits: float
-    demanded: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    demanded: Mapping[tuple[float, int], float] = field(default_factory=dict)
     ahead_bytes: float = 0.0
     tokens: float = 1.0
     drafts: PassWork | None = None

@@ -53,9 +53,7 @@ def furthest_first(requests: Sequence[Iterable[Hashable]], slots: int, start: It
     return misses
 
 
-def bound(
-    trace: Trace, slots: int, start: Sequence[Sequence[int]] | None = None, pooled: bool = False
-) -> ReplayResult:
+def bound(trace: Trace, slots: int, start: Sequence[Sequence[int]] | None = None, pooled: bool = False) -> ReplayResult:
     """Hits and misses under Belady's rule, in layers that do not have all experts in memory; nothing is read ahead.
 
     Args:
