@@ -18,7 +18,7 @@ from mlx_moe.paging.plan import Machine, MemoryPlan, Wanted, plan_memory
 from mlx_moe.paging.replay import ReplayResult, ReplaySettings, replay
 from mlx_moe.paging.synthetic import synthetic_trace
 from mlx_moe.paging.trace import Trace
-from mlx_moe.published import DENSE_BITS, DRAFT_WEIGHTS, HEAD_WEIGHTS, published_sizes
+from mlx_moe.published import DENSE_BITS, DRAFT_WEIGHTS, HEAD_WEIGHTS, mean_record_bytes, published_sizes
 
 ROUTERS: dict[str, MoceConfig | None] = {
     "exact": None,
@@ -76,8 +76,7 @@ def predictions(
 
     Slots are SLOTS, and what the memory plan gives for the default context.
     """
-    record = sum(published_sizes(6, drafts=False).records) // 48
-    plain = synthetic_trace(SIMULATED_LAYERS, (record,) * SIMULATED_LAYERS, seed=seed)
+    plain = synthetic_trace(SIMULATED_LAYERS, (mean_record_bytes(),) * SIMULATED_LAYERS, seed=seed)
     traces = {0: plain, len(acceptance): draft_windows(plain, acceptance, seed)}
     known: dict[tuple[int, str, int], ReplayResult] = {}
     for dense, bits in DENSE_BITS.items():

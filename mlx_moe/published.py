@@ -11,6 +11,7 @@ from typing import Any
 from mlx_moe.config import ModelConfig
 from mlx_moe.paging.sizes import ModelSizes
 
+LAYERS = 48
 DENSE_READ_WEIGHTS, DENSE_WEIGHTS = 4_310_000_000, 4_950_000_000
 """Dense weights that a token reads, and those in memory, with the input embedding; without the draft layer."""
 HEAD_WEIGHTS = 248_320 * 2560
@@ -26,7 +27,7 @@ _TEXT: dict[str, Any] = {
     "model_type": "qwen4_exp_text",
     "vocab_size": 248_320,
     "hidden_size": 2560,
-    "num_hidden_layers": 48,
+    "num_hidden_layers": LAYERS,
     "num_attention_heads": 24,
     "num_key_value_heads": 2,
     "head_dim": 256,
@@ -73,9 +74,14 @@ def published_config() -> ModelConfig:
     return ModelConfig.from_dict(_TEXT)
 
 
+def mean_record_bytes() -> int:
+    """Of one expert, over the trunk's layers."""
+    return sum(published_sizes(8, drafts=False).records) // LAYERS
+
+
 def published_sizes(dense_bits: float, drafts: bool = True) -> ModelSizes:
     """Sizes with so many bits per dense weight. drafts: whether the draft layer is loaded."""
-    records = [_IQ1_M if i in _M_LAYERS else _IQ2_XXS if i in _XXS_LAYERS else _IQ2_S for i in range(48 + drafts)]
+    records = [_IQ1_M if i in _M_LAYERS else _IQ2_XXS if i in _XXS_LAYERS else _IQ2_S for i in range(LAYERS + drafts)]
     return ModelSizes(
         config=published_config(),
         dense_bytes=int(DENSE_WEIGHTS * dense_bits / 8),

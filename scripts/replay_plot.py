@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 
@@ -32,10 +34,16 @@ def plot(file: str, rows: Sequence[dict[str, Any]]) -> None:
         axis.grid(alpha=0.3)
     axes[0].set_ylabel(f"{unit} read from the SSD per token of windows")
     axes[0].set_ylim(bottom=0)
-    axes[1].legend(fontsize=8, loc="upper right")
+    axes[1].legend(fontsize=8, loc="lower left")
     figure.suptitle("What is read against what cache-aware routing changes (points: bonus)")
-    figure.savefig(file, dpi=130)
-    pyplot.close(figure)
+    path = Path(file)
+    part = path.with_name(path.name + ".part")
+    try:
+        figure.savefig(part, dpi=130, format="png")
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+        pyplot.close(figure)
 
 
 def _draw(axis: Any, points: Sequence[dict[str, Any]], key: str, scale: float) -> None:
@@ -52,8 +60,9 @@ def _draw(axis: Any, points: Sequence[dict[str, Any]], key: str, scale: float) -
             axis.axhline(height, linestyle=style, color="0.4", linewidth=1)
             axis.annotate(f"{name}, {slots} slots", (0.98, height), xycoords=("axes fraction", "data"), fontsize=8,
                           ha="right", va="bottom", color="0.3")  # fmt: skip
-    for label, found in lines.items():
+    offsets = ((5, 5), (5, -12), (-24, -12))
+    for i, (label, found) in enumerate(lines.items()):
         found.sort()
         axis.plot([x for x, _, _ in found], [y for _, y, _ in found], marker="o", label=label)
         for x, y, bonus in found:
-            axis.annotate(bonus, (x, y), textcoords="offset points", xytext=(5, 5), fontsize=8)
+            axis.annotate(bonus, (x, y), textcoords="offset points", xytext=offsets[i % 3], fontsize=8)

@@ -29,8 +29,8 @@ from mlx_moe.paging.replay_bound import bound
 from mlx_moe.paging.sizes import state_bytes
 from mlx_moe.paging.synthetic import synthetic_trace
 from mlx_moe.paging.trace import Trace, read_trace
-from mlx_moe.prediction import prediction_table, predictions, terms
-from mlx_moe.published import published_sizes
+from mlx_moe.prediction import SIMULATED_LAYERS, prediction_table, predictions, terms
+from mlx_moe.published import DENSE_BITS, LAYERS, mean_record_bytes, published_sizes
 
 LEARNED, BOUND, POOLED_BOUND, MOCE = "learned fill", "belady", "belady-global", "moce"
 RULES = (*POLICIES, LEARNED, BOUND, POOLED_BOUND, MOCE)
@@ -91,7 +91,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _trace(args: argparse.Namespace) -> Trace:
     if args.synthetic:
-        trace = synthetic_trace(8, (sum(published_sizes(6, drafts=False).records) // 48,) * 8, seed=args.seed)
+        trace = synthetic_trace(SIMULATED_LAYERS, (mean_record_bytes(),) * SIMULATED_LAYERS, seed=args.seed)
     else:
         trace = read_trace(args.trace)
     if not trace.passes:
@@ -100,20 +100,20 @@ def _trace(args: argparse.Namespace) -> Trace:
 
 
 def _rows(args: argparse.Namespace, trace: Trace) -> Iterator[dict[str, Any]]:
-    """A setting each: name, slots, result, time of a pass if it can be told."""
+    """A setting each: name, slots, result, time of a pass if it can be told, layers of the model to one replayed."""
     rules = args.rule or [rule for rule in RULES if rule != LEARNED or args.learn]
     learned = read_trace(args.learn) if args.learn else None
     if LEARNED in rules and learned is None:
         raise ValueError("learned fill needs --learn TRACE, another recording of the same model")
     if learned is not None and learned.header.fingerprint != trace.header.fingerprint:
         raise ValueError(f"{args.learn}: a recording of another model; needed: one with the same routers")
-    price = _price(args, trace)
+    price, layers = _price(args, trace), LAYERS / len(trace.header.experts) if args.synthetic else 1
     for slots in args.slots or [recorded_settings(trace).slots]:
         plain = ReplaySettings(slots, read_ahead=args.read_ahead, half_life=args.half_life, hold=args.hold)
         for rule in rules:
             for name, result in _replays(args, trace, learned, rule, plain):
                 time = price(result) if price is not None and result.windows.passes else None
-                yield {"rule": name, "slots": slots, "result": result, "time": time}
+                yield {"rule": name, "slots": slots, "result": result, "time": time, "layers": layers}
 
 
 def _replays(
@@ -154,7 +154,7 @@ def _model(args: argparse.Namespace, trace: Trace) -> tuple[float, float, float]
     if args.dense_gb is not None:
         return args.dense_gb * 1e9, 0, 1
     if args.synthetic:
-        sizes, layers = published_sizes(6.1), 48 / len(trace.header.experts)
+        sizes, layers = published_sizes(DENSE_BITS["6-bit"]), LAYERS / len(trace.header.experts)
     elif args.model:
         from mlx_moe.formats.hub import Request
         from mlx_moe.model_sizes import model_sizes
@@ -197,11 +197,11 @@ def _line(row: dict[str, Any]) -> str:
     tokens = max(1, windows.tokens)
     uses = windows.hits + windows.misses
     hits = f"{windows.hits / uses:>8.1%}" if uses else f"{'-':>8}"
-    read = windows.ahead_bytes + sum(n * count * size for (count, size), n in windows.demanded.items())
-    out = f"{row['rule']:<28}{row['slots']:>6}{hits}{windows.misses / tokens:>11.1f}{read / tokens / 1e3:>10.1f}"
-    return out + (
-        f"{result.substituted_share:>8.1%}{result.relative_error:>8.3f}{windows.tokens / max(1, windows.passes):>9.2f}"
-    )
+    read = row["layers"] * windows.read_bytes
+    misses = row["layers"] * windows.misses / tokens
+    out = f"{row['rule']:<28}{row['slots']:>6}{hits}{misses:>11.1f}{read / tokens / 1e3:>10.1f}"
+    out += f"{result.substituted_share:>8.1%}{result.relative_error:>8.3f}"
+    return out + f"{windows.tokens / max(1, windows.passes):>9.2f}"
 
 
 def _times(row: dict[str, Any], time: PassTime, names: Sequence[str]) -> str:
@@ -218,7 +218,7 @@ def as_dict(row: dict[str, Any]) -> dict[str, Any]:
     """Plain numbers of a row, for JSON and plots; bytes and seconds."""
     result: ReplayResult = row["result"]
     windows = result.windows
-    read = windows.ahead_bytes + sum(n * count * size for (count, size), n in windows.demanded.items())
+    read = row["layers"] * windows.read_bytes
     uses = windows.hits + windows.misses
     out = {"rule": row["rule"], "slots": row["slots"], "bytes_read": result.bytes_read, "limited": result.limited}
     out |= {"layers": [asdict(counters) for counters in result.counters], "tokens": windows.tokens}

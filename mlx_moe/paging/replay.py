@@ -70,6 +70,11 @@ class Tally:
     hits: int = 0
     misses: int = 0
 
+    @property
+    def read_bytes(self) -> int:
+        """From the SSD, before they are needed too."""
+        return self.ahead_bytes + sum(often * count * size for (count, size), often in self.demanded.items())
+
     def work(self, dense_bytes: float, state_bytes: float, layers: float = 1.0) -> PassWork:
         """The mean pass. layers: those of the model to one of the recording. Raises ValueError without a pass."""
         if not self.passes:

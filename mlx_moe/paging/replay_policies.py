@@ -38,7 +38,10 @@ class DecayedCounts(LayerPolicy):
 
 
 class HeldPrompt(LayerPolicy):
-    """LRU, but what a prompt used leaves only after all others, for ``hold`` tokens after it."""
+    """LRU, but what a prompt used most leaves only after all others, for ``hold`` tokens after it.
+
+    Held are as many as half of the places: what comes to a place later needs room to stay a while.
+    """
 
     def __init__(self, slots: int, top_k: int, hold: int) -> None:
         super().__init__(slots)
@@ -53,14 +56,15 @@ class HeldPrompt(LayerPolicy):
     def use(self, experts: Sequence[int], pin: bool = True) -> list[int]:
         """See LayerPolicy; a prompt does not pin."""
         if not pin:
-            self._held, self._left, self._prompt = frozenset(experts), self._uses, True
+            self._left, self._prompt = self._uses, True
         return super().use(experts, pin)
 
     def touch(self, experts: Iterable[int]) -> None:
         """See LayerPolicy."""
         experts = list(experts)
         super().touch(experts)
-        if self._prompt:  # its own
+        if self._prompt:  # its own, the most used last
+            self._held = frozenset([e for e in experts if e in self._order][-(self.slots // 2) :])
             self._prompt = False
         else:
             self._left -= len(experts)
