@@ -127,7 +127,7 @@ class ArenaExperts:
             raise ValueError(f"{slots} slots per layer; allowed: at least {self._top_k}, as a token uses")
         self._refuse_closed()
         if self._recorder is not None:
-            self._recorder.interrupted()
+            self._recorder.moved()
         self._pager.resize(slots)
         if self._limits is not None:
             self._limits.hold(self._pager.nbytes)

@@ -46,7 +46,7 @@ class RoutingRecorder:
         done, self._done, self._now = self._done, self._now, None
         self._write(done)
         if self._moved:
-            self._flush()
+            self._flush()  # before what it is not made by
             if (found := self._residency()) is not None:
                 self._writer.residency(found)
             self._moved = False
@@ -73,8 +73,12 @@ class RoutingRecorder:
             self._now.accepted = min(accepted, self._now.tokens)
 
     def interrupted(self) -> None:
-        """The pass ended in an error, or something else changed what stands in memory."""
+        """The pass ended in an error: it never was."""
         self._now, self._moved = None, True
+
+    def moved(self) -> None:
+        """Between passes something else changes what stands in memory."""
+        self._moved = True
 
     def close(self) -> None:
         """Write what is there and end the file; may be called again."""

@@ -184,6 +184,12 @@ class _Simulated(Flow):
         pooled.on_leave = entry.hide
         return pooled
 
+    def complete(self, layer: int) -> bool:
+        """See Flow; where layers share their places, one that has all of its experts may lose them."""
+        if self._pool is None:
+            return super().complete(layer)
+        return self._pool.slots >= sum(self._header.experts)
+
     def resident(self, layer: int) -> np.ndarray:
         """[E] bool, which experts the router may take for being in memory."""
         self.settle(layer)
