@@ -46,7 +46,7 @@ class RoutingRecorder:
         done, self._done, self._now = self._done, self._now, None
         self._write(done)
         if self._moved:
-            self._flush()  # before what it is not made by
+            self._flush()  # what led up to it comes first
             if (found := self._residency()) is not None:
                 self._writer.residency(found)
             self._moved = False
