@@ -99,16 +99,26 @@ class RoutingRecorder:
 
     def _taken(self, found: _Pass) -> list[LayerRouting]:
         """Layers whose routers have been asked; they are gone then. Guesses count where every row has one."""
-        out = []
-        for layer in sorted(found.routed):
-            logits, early = found.routed.pop(layer), found.guessed.pop(layer, [])
-            guess = self._ranked(early) if sum(map(len, early)) == len(logits) else None
-            out.append(LayerRouting(layer, self._ranked([logits]), guess))
-        return out
+        names, words = sorted(found.routed), []
+        for layer in names:
+            early = found.guessed.pop(layer, [])
+            words.append(np.array(found.routed.pop(layer)))
+            whole = sum(map(len, early)) == len(words[-1])
+            words.append(np.concatenate([np.array(part) for part in early]) if whole else None)
+        best = self._ranked(words)
+        return [LayerRouting(*each) for each in zip(names, best[::2], best[1::2], strict=True)]
 
-    def _ranked(self, parts: Sequence[mx.array]) -> Ranked:
-        logits = np.concatenate([np.array(part) for part in parts])
-        return Ranked(*ranked(logits, self._header.kept))
+    def _ranked(self, words: Sequence[np.ndarray | None]) -> list[Ranked | None]:
+        """The best of each, those of layers with as many experts at once."""
+        out: list[Ranked | None] = [None] * len(words)
+        for experts in {word.shape[1] for word in words if word is not None}:
+            at = [i for i, word in enumerate(words) if word is not None and word.shape[1] == experts]
+            best = ranked(np.concatenate([words[i] for i in at]), self._header.kept)
+            edges = np.cumsum([len(words[i]) for i in at])[:-1]
+            parts = [np.split(part, edges) for part in best]
+            for i, *found in zip(at, *parts, strict=True):
+                out[i] = Ranked(*found)
+        return out
 
 
 def fingerprint(routers: Sequence[mx.array]) -> str:

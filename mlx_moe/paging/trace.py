@@ -11,7 +11,6 @@ and the sum of exp over all experts. With no more experts than that, all of the 
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import struct
@@ -32,7 +31,7 @@ KEPT = 64
 """Ranks of a token that are recorded."""
 MOST_HEADER_BYTES, MOST_FRAME_BYTES = 1 << 20, 1 << 28
 MOST_ROWS, MOST_LAYERS, MOST_EXPERTS = 1 << 20, 1 << 12, 0xFFFF
-_FRAME, _LAYER, _COMMIT = struct.Struct("<BII"), struct.Struct("<HBII"), struct.Struct("<BIII")
+_FRAME, _COUNT, _LAYER, _COMMIT = (struct.Struct(form) for form in ("<BII", "<H", "<HBI", "<BIII"))
 _LAYERS_KIND, _COMMIT_KIND, _RESIDENCY_KIND = 1, 2, 3
 
 
@@ -142,13 +141,9 @@ class TraceWriter:
 
     def layers(self, found: Sequence[LayerRouting]) -> None:
         """Layers of the pass that ``commit`` will end."""
-        payload = io.BytesIO()
-        for entry in found:
-            parts = [*_planes(entry.routed), *(_planes(entry.guess) if entry.guess is not None else ())]
-            packed = zlib.compress(b"".join(parts), 1)
-            flags, rows = int(entry.guess is not None), len(entry.routed.total)
-            payload.write(_LAYER.pack(entry.layer, flags, rows, len(packed)) + packed)
-        self._frame(_LAYERS_KIND, payload.getvalue())
+        heads = [_LAYER.pack(e.layer, e.guess is not None, len(e.routed.total)) for e in found]
+        parts = [part for e in found for one in (e.routed, e.guess) if one is not None for part in _planes(one)]
+        self._frame(_LAYERS_KIND, _COUNT.pack(len(found)) + b"".join(heads) + zlib.compress(b"".join(parts), 1))
 
     def commit(self, prompt: bool, batch: int, tokens: int, accepted: int) -> None:
         """The pass is whole; it is handed to the system at once."""
@@ -307,24 +302,27 @@ def _residency(payload: bytes, header: TraceHeader) -> Residency:
 
 
 def _layers(payload: bytes, header: TraceHeader) -> Iterator[LayerRouting]:
-    at = 0
-    while at < len(payload):
-        if at + _LAYER.size > len(payload):
-            raise _Bad("a layer is cut")
-        layer, flags, rows, size = _LAYER.unpack_from(payload, at)
-        at += _LAYER.size
-        if layer >= len(header.experts) or flags > 1 or not 1 <= rows <= MOST_ROWS or at + size > len(payload):
+    """A count, as many heads, and the numbers of all layers in one stream."""
+    (count,) = _COUNT.unpack(payload[: _COUNT.size].ljust(_COUNT.size, b"\0"))
+    start = _COUNT.size + count * _LAYER.size
+    if start > len(payload):
+        raise _Bad("a layer is cut")
+    heads = [_LAYER.unpack_from(payload, at) for at in range(_COUNT.size, start, _LAYER.size)]
+    for layer, flags, rows in heads:
+        if layer >= len(header.experts) or flags > 1 or not 1 <= rows <= MOST_ROWS:
             raise _Bad("a layer out of range")
-        ranks = header.ranks(layer)
-        one = rows * (6 * ranks + 4)
-        if one > MOST_FRAME_BYTES:
-            raise _Bad("a layer too large")
-        data = _unpacked(payload[at : at + size], one * (1 + flags))
-        if len(data) != one * (1 + flags):
-            raise _Bad("a layer of another size")
-        found = [_ranked(data[i * one : (i + 1) * one], rows, ranks, header.experts[layer]) for i in range(1 + flags)]
+    sizes = [rows * (6 * header.ranks(layer) + 4) for layer, _, rows in heads]  # of one router's word
+    total = sum(one * (1 + flags) for one, (_, flags, _) in zip(sizes, heads, strict=True))
+    if total > MOST_FRAME_BYTES:
+        raise _Bad("layers too large")
+    data, at = _unpacked(payload[start:], total), 0
+    if len(data) != total:
+        raise _Bad("layers of another size")
+    for one, (layer, flags, rows) in zip(sizes, heads, strict=True):
+        words = [data[at + i * one : at + (i + 1) * one] for i in range(1 + flags)]
+        found = [_ranked(word, rows, header.ranks(layer), header.experts[layer]) for word in words]
         yield LayerRouting(layer, found[0], found[1] if flags else None)
-        at += size
+        at += one * (1 + flags)
 
 
 def _unpacked(packed: bytes, most: int) -> bytes:

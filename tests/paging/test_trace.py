@@ -143,8 +143,7 @@ def frame(kind: int, payload: bytes, crc: int | None = None) -> bytes:
 def layer(number: int = 0, rows: int = 1, data: bytes | None = None, flags: int = 0) -> bytes:
     if data is None:
         data = bytes(48) + np.arange(12, dtype="<u2").tobytes() + bytes(4)
-    packed = zlib.compress(data)
-    return frame(1, struct.pack("<HBII", number, flags, rows, len(packed)) + packed)
+    return frame(1, struct.pack("<HHBI", 1, number, flags, rows) + zlib.compress(data))
 
 
 def numbers(*values: int) -> bytes:
@@ -170,13 +169,15 @@ COMMIT = frame(2, struct.pack("<BIII", 0, 1, 1, 1))
         (layer(0, 1 << 30), "a layer out of range"),
         (layer(0, 0), "a layer out of range"),
         (layer(0, flags=2), "a layer out of range"),
-        (layer(0, 1 << 20), "a layer too large|a layer of another size"),
-        (layer(0, 1, bytes(100 << 20)), "a layer of another size"),
+        (layer(0, 1 << 20), "layers of another size"),
+        (layer(1, 1 << 20), "layers too large"),
+        (layer(0, 1, bytes(100 << 20)), "layers of another size"),
         (layer(0, 1, bytes(12 * 6 + 4)), "ranks out of order"),
         (layer(0, 1, bytes(48) + np.full(12, 12, dtype="<u2").tobytes() + bytes(4)), "an expert that no layer has"),
         (layer(0, 1, np.arange(12, dtype="<f4").tobytes() + np.arange(12, dtype="<u2").tobytes() + bytes(4)),
          "ranks out of order"),
-        (frame(1, b"abc"), "a layer is cut"),
+        (frame(1, b"ab"), "a layer is cut"),
+        (frame(1, b"a"), "not a recording"),
         (frame(3, b"abc"), "not a recording"),
         (numbers(4, 1, 12, 4, 0), "an expert in memory that no layer has"),
         (numbers(4, 2, 3, 3, 4, 0), "a residency that fits no layer"),
