@@ -51,6 +51,7 @@ def load(
     usage: bool = True,
     seed_residency: str | None = None,
     eviction: str | None = None,
+    record_routing: str | Path | None = None,
     adapter_path: str | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[Model, TokenizerWrapper] | tuple[Model, TokenizerWrapper, dict[str, Any]]:
@@ -65,7 +66,7 @@ def load(
         return_config: also return the raw contents of config.json.
         revision: of the Hub repository.
         dtype, norm_convention, mtp, memory, expert_slots, resident, io_threads, read_ahead, io, moce,
-            prefill_step_size, usage, seed_residency, eviction: see ``load_model``.
+            prefill_step_size, usage, seed_residency, eviction, record_routing: see ``load_model``.
         adapter_path, trust_remote_code: mlx-lm's, refused with the reason.
 
     Returns:
@@ -96,6 +97,7 @@ def load(
         usage=usage,
         seed_residency=seed_residency,
         eviction=eviction,
+        record_routing=record_routing,
     )
     tokenizer = _tokenizer(source, config, tokenizer_config)
     return (model, tokenizer, config) if return_config else (model, tokenizer)

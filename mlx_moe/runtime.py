@@ -75,6 +75,7 @@ def load_model(
     usage: bool = True,
     seed_residency: str | None = None,
     eviction: str | None = None,
+    record_routing: str | Path | None = None,
 ) -> tuple[Model, dict[str, Any]]:
     """Load a model without its tokenizer.
 
@@ -112,6 +113,8 @@ def load_model(
             profile, "profile" by that alone, or "empty". None is "usage", and "profile" with moce or without usage.
         eviction: who leaves memory first: "frequency", who is used least, or "lru", who was used longest ago. None is
             "frequency" with usage and "lru" without.
+        record_routing: a file for what the routers say, until the model is closed (scripts/replay_routing.py); one of
+            that name is replaced.
 
     Returns:
         The model, evaluated and usable from any thread, and the raw contents of config.json.
@@ -121,6 +124,8 @@ def load_model(
     """
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype}; allowed: float32, bfloat16, float16")
+    if record_routing is not None and not Path(record_routing).resolve().parent.is_dir():
+        raise ValueError(f"record_routing is {record_routing}, whose folder does not exist; make it first")
     source = model_folder(path, revision)
     packed = is_gguf(source) or is_pack(source)
     if packed and (lazy or norm_convention != "auto"):
@@ -153,6 +158,8 @@ def load_model(
         evaluate(model)
     require_kernels(KERNELS | kernels_of(model))
     model.bind()
+    if record_routing is not None:
+        model.record_routing(record_routing)
     return model, raw
 
 

@@ -28,6 +28,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     out.add_argument("--prompt-cache-file", help="continue a prompt that 'mlx-moe cache-prompt' saved")
     out.add_argument("--stats-json", metavar="FILE", help="write counts, rates, peak memory and streaming there")
     out.add_argument("--profile", action="store_true", help="also say where a token's time went")
+    options.add_recording(out)
     options.add_template(out)
     options.add_sampling(out, temp=0.0, top_p=1.0, top_k=0)
     return out.parse_args(argv)
@@ -38,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parse(argv)
     if args.stats_json:
         options.check_folder("--stats-json", args.stats_json)
+    if args.record_routing:
+        options.check_folder("--record-routing", args.record_routing)
     from mlx_moe.cli import session
     from mlx_moe.formats.prompt_cache import load_prompt_cache, read_prompt_cache_metadata
     from mlx_moe.generation import print_closing_lines, stream_generate
@@ -76,6 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_hint(args.max_tokens), file=sys.stderr)
     if args.stats_json:
         _write_stats(Path(args.stats_json), last, model, profile)
+    model.close()
     return status
 
 

@@ -132,10 +132,17 @@ def _add_moce(out: argparse.ArgumentParser) -> None:
     )
 
 
+def add_recording(out: argparse.ArgumentParser) -> None:
+    """Of verbs that run a model token by token."""
+    out.add_argument(
+        "--record-routing", metavar="FILE", help="write what routers say there (scripts/replay_routing.py)"
+    )
+
+
 def paging(args: argparse.Namespace) -> dict[str, Any]:
-    """Keywords of ``load`` for the options of paging and of cache-aware routing that were given."""
+    """Keywords of ``load`` for the options of paging, of recording and of cache-aware routing that were given."""
     names = ("memory", "expert_slots", "resident", "io_threads", "read_ahead", "io", "prefill_step_size")
-    names += ("usage", "seed_residency", "eviction")
+    names += ("usage", "seed_residency", "eviction", "record_routing")
     given = {name: value for name in names if (value := getattr(args, name, None)) is not None}
     settings = moce(args)
     return given if settings is None else given | {"moce": settings}

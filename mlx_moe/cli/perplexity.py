@@ -28,6 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parse(argv)
     if args.json:
         options.check_folder("--json", args.json)
+    if args.record_routing:
+        options.check_folder("--record-routing", args.record_routing)
     for path in args.text:
         if not path.is_file():
             raise FileNotFoundError(f"{path}: no such file")
@@ -63,6 +65,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     out.add_argument("--seed", type=int, default=0, help="of the bootstrap's random numbers (default: 0)")
     out.add_argument("--json", metavar="FILE", help="write settings and figures there")
+    options.add_recording(out)  # of the exact router
     return out.parse_args(argv)
 
 
@@ -103,8 +106,9 @@ def _score(args: argparse.Namespace, setting: MoceConfig | None, settings: Seque
     from mlx_moe.cli import session
     from mlx_moe.quality import passages, score
 
+    recording = args.record_routing if setting is None else None  # of the exact router
     # What one setting learned must not be what the next starts with.
-    model, tokenizer, _ = session.open_model(args, moce=setting, usage=False)
+    model, tokenizer, _ = session.open_model(args, moce=setting, usage=False, record_routing=recording)
 
     def encode(text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False)

@@ -11,7 +11,8 @@ from pathlib import Path
 from mlx_moe.cli import options
 from mlx_moe.cli.plan_report import report
 from mlx_moe.machines import MACHINES, UNKNOWN
-from mlx_moe.paging.estimate import WAIT_US, Expectation, Speeds, expect
+from mlx_moe.paging.device import WAIT_US, Speeds
+from mlx_moe.paging.estimate import Expectation, expect
 from mlx_moe.paging.plan import Machine, MemoryPlan, Wanted, default_context, parse_bytes, plan_memory, remedies
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from mlx_moe.cli.info import size
 from mlx_moe.machines import MACHINES
-from mlx_moe.paging.estimate import Expectation, Speeds
+from mlx_moe.paging.device import Speeds
+from mlx_moe.paging.estimate import Expectation
 from mlx_moe.paging.plan import MemoryPlan, remedies
 from mlx_moe.paging.sizes import key_capacity
 

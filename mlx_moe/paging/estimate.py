@@ -10,6 +10,7 @@ import bisect
 from dataclasses import dataclass
 
 from mlx_moe.config import LINEAR
+from mlx_moe.paging.device import PassTime, PassWork, Speeds, pass_time
 from mlx_moe.paging.plan import MemoryPlan
 from mlx_moe.paging.sizes import state_bytes
 
@@ -17,23 +18,8 @@ LRU_CURVE = ((0, 0.0), (93, 0.435), (186, 0.62), (279, 0.72), (372, 0.789), (512
 """Slots of 512 per layer and the hit rate of LRU: replay of one run of 300 tokens on Qwen3.8-Flash-Next that started
 with nothing in memory, true routing. Straight lines between the points; another model's routing may differ."""
 CURVE_EXPERTS = 512
-WAIT_US = 190.0
-"""A passive wait on the device on Apple's GPUs, until ``mlx-moe doctor`` has measured it."""
 PROMPT_TOKENS = 10_000
 STEPS = (2048, 4096, 8192)
-
-
-@dataclass(frozen=True)
-class Speeds:
-    """Bytes per second from the SSD and from memory, and seconds per wait on the device."""
-
-    ssd_bytes_s: float
-    memory_bytes_s: float
-    wait_s: float = WAIT_US / 1e6
-
-    def __post_init__(self) -> None:
-        if min(self.ssd_bytes_s, self.memory_bytes_s) <= 0 or self.wait_s < 0:
-            raise ValueError("speeds of SSD and memory must be above 0, the price of a wait 0 or more")
 
 
 @dataclass(frozen=True)
@@ -63,16 +49,17 @@ class Expectation:
     @property
     def token_s(self) -> float:
         """Without any overlap of disk and device."""
-        return self._device_s + self.misses_s
+        return self._time.serial_s
 
     @property
     def overlapped_s(self) -> float:
         """The least: the shorter of disk and device hidden behind the longer."""
-        return max(self._device_s, self.misses_s)
+        return self._time.overlapped_s
 
     @property
-    def _device_s(self) -> float:
-        return self.dense_s + self.experts_s + self.states_s + self.waits_s
+    def _time(self) -> PassTime:
+        terms = self.dense_s, self.experts_s, self.states_s, self.waits_s
+        return PassTime(*terms, host_s=0.0, misses_s=self.misses_s, ahead_s=0.0, tokens=1.0)
 
 
 def hit_rate(slots: int, experts: int) -> float:
@@ -91,20 +78,29 @@ def expect(plan: MemoryPlan, speeds: Speeds) -> Expectation:
     rate = hit_rate(plan.slots, config.num_experts)
     missed = int((1 - rate) * sizes.token_expert_bytes)
     streams = rate < 1
+    read_bytes = missed + sizes.row_bytes
+    work = PassWork(
+        dense_bytes=sizes.dense_token_bytes,
+        expert_bytes=sizes.token_expert_bytes,
+        state_bytes=carried_bytes(plan),
+        waits=streams * config.num_hidden_layers,
+        demanded={(1, read_bytes): 1},
+    )
+    time = pass_time(work, speeds)
     return Expectation(
         hit_rate=rate,
         cold_bytes=sizes.token_expert_bytes + sizes.row_bytes,
-        read_bytes=missed + sizes.row_bytes,
-        dense_s=sizes.dense_token_bytes / speeds.memory_bytes_s,
-        experts_s=sizes.token_expert_bytes / speeds.memory_bytes_s,
-        states_s=_carried_bytes(plan) / speeds.memory_bytes_s,
-        misses_s=(missed + sizes.row_bytes) / speeds.ssd_bytes_s,
-        waits_s=streams * config.num_hidden_layers * speeds.wait_s,
+        read_bytes=read_bytes,
+        dense_s=time.dense_s,
+        experts_s=time.experts_s,
+        states_s=time.states_s,
+        misses_s=time.misses_s,
+        waits_s=time.waits_s,
         prefill=tuple(_prefill(step, streams * sizes.expert_bytes, speeds) for step in STEPS),
     )
 
 
-def _carried_bytes(plan: MemoryPlan) -> int:
+def carried_bytes(plan: MemoryPlan) -> int:
     """What a token at the end of the context reads and writes of states, and reads of keys."""
     config, item = plan.sizes.config, plan.wanted.item_bytes
     attention = config.num_hidden_layers - config.layer_types.count(LINEAR)

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -28,11 +29,13 @@ from mlx_moe.paging.learning import Keeper, Learning
 from mlx_moe.paging.matrices import Matrices
 from mlx_moe.paging.moce import MoceConfig
 from mlx_moe.paging.pager import Pager
-from mlx_moe.paging.prompt import AHEAD_SHARE, PromptReads
+from mlx_moe.paging.prompt import AHEAD_SHARE, WINDOW_AHEAD_SHARE, PromptReads
 from mlx_moe.paging.reader import ExpertReader
+from mlx_moe.paging.recorder import RoutingRecorder, fingerprint
 from mlx_moe.paging.residency import Limits, Readers, Room
 from mlx_moe.paging.routing import WindowRouter
 from mlx_moe.paging.statistics import ExpertStats
+from mlx_moe.paging.trace import KEPT, Residency, TraceHeader, TraceWriter
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +43,6 @@ WORKSPACE_BYTES = 256 << 20
 """Unpacked matrices of the experts that a prompt runs through at once."""
 TOKENS_AT_ONCE = 512
 """Of a prompt, when its experts' outputs are added up in float32."""
-WINDOW_AHEAD_SHARE = 8
-"""Of a layer's places, one in so many may be filled with what a window will probably need."""
 
 
 class Group(NamedTuple):
@@ -86,15 +87,18 @@ class ArenaExperts:
         """
         self._top_k, self._normalize = config.num_experts_per_tok, config.norm_topk_prob
         self._trunk, self._read_ahead = config.num_hidden_layers, read_ahead
-        self._layers = [Matrices.of(layer) for layer in index.layers]
+        self._index, self._layers = index, [Matrices.of(layer) for layer in index.layers]
         self._routers: list[Linear] = []
         self._windows = WindowRouter(config, [layer.experts for layer in index.layers], moce)
         self.reader = reader or ExpertReader(index)
         usage = None if learning is None else learning.layers(self._top_k)
         self._pager = Pager(index, slots, room, self.reader, usage, learning is not None and learning.by_worth)
-        self._closed, self._limits = False, limits
-        self._seed, self._keeper, self._start = None, None, {}
+        self._closed, self._limits, self._recorder = False, limits, None
+        self._seed, self._keeper, self._start, self._eviction = None, None, {}, {}
         if learning is not None:
+            if learning.by_worth:
+                counts = None if learning.seed.kind == "empty" else tuple(map(tuple, learning.seed.counts.tolist()))
+                self._eviction = {"eviction": "frequency", "start_counts": counts}
             self._seed, self._keeper = learning.seed, Keeper(learning, usage, self._pager.present_experts)
             self._start = {"seed": learning.seed.kind, "seed_hash": learning.seed.digest}
             weakref.finalize(self, self._keeper.save)  # at the end of the process too
@@ -144,6 +148,8 @@ class ArenaExperts:
         if slots < self._top_k:
             raise ValueError(f"{slots} slots per layer; allowed: at least {self._top_k}, as a token uses")
         self._refuse_closed()
+        if self._recorder is not None:
+            self._recorder.moved()
         self._pager.resize(slots)
         if self._limits is not None:
             self._limits.hold(self._pager.nbytes)
@@ -155,6 +161,8 @@ class ArenaExperts:
             if self._keeper is not None:
                 self._pager.keep_pass()
                 self._keeper.save()
+            if self._recorder is not None:
+                self._recorder.close()
             self._pager.close()
             if self._limits is not None:
                 self._limits.release()
@@ -165,20 +173,50 @@ class ArenaExperts:
             self._routers.append(Linear(weight.shape[1], weight.shape[0]))
             self._routers[-1].weight = weight
 
+    def record(self, file: str | Path, routers: Sequence[mx.array], dtype: mx.Dtype) -> None:
+        """See ExpertSource."""
+        layers, pager = self._index.layers, self._pager  # and not self, which would never be forgotten
+        header = TraceHeader(
+            fingerprint=fingerprint(routers),
+            experts=tuple(layer.experts for layer in layers),
+            top_k=self._top_k,
+            normalize=self._normalize,
+            trunk=self._trunk,
+            record_bytes=tuple(layer.record_bytes for layer in layers),
+            group_sizes=tuple(self._group_size(i, dtype) for i in range(len(layers))),
+            kept=max(self._top_k, KEPT),
+            window=WINDOW,
+            read_ahead=self._read_ahead,
+            moce=self._windows.moce,
+            **self._eviction,
+        )
+
+        def residency() -> Residency:
+            return Residency(tuple((pager.slots(i), tuple(pager.present(i))) for i in range(len(layers))))
+
+        self._recorder = RoutingRecorder(TraceWriter(file, header), header, residency)
+        weakref.finalize(self, self._recorder.close)
+
     def begin(self, window_ids: mx.array) -> None:
         """See ExpertSource."""
         self._refuse_closed()
+        if self._recorder is not None:
+            self._recorder.begin(*window_ids.shape)
         self._pager.begin(*window_ids.shape)
         if self._keeper is not None:
             self._keeper.tick()
 
     def commit(self, accepted: int) -> None:
         """See ExpertSource."""
+        if self._recorder is not None:
+            self._recorder.commit(accepted)
         self._pager.commit(accepted)
 
     def abort(self) -> None:
         """See ExpertSource."""
         if not self._closed:
+            if self._recorder is not None:
+                self._recorder.interrupted()
             self._pager.abort()
 
     def moe(self, layer: int, x: mx.array, logits: mx.array, shared: mx.array, phase: str = "decode") -> mx.array:
@@ -186,6 +224,8 @@ class ArenaExperts:
 
         Raises OSError, naming file and expert, when one cannot be read.
         """
+        if self._recorder is not None:
+            self._recorder.routed(layer, logits, phase == "prefill")
         if phase == "prefill":
             return self._prompt(layer, x, logits, shared)
         parts = [slice(i, i + WINDOW) for i in range(0, len(x), WINDOW)]
@@ -253,6 +293,8 @@ class ArenaExperts:
         if not self._read_ahead or layer >= self._trunk or self._pager.complete(layer):
             return None
         logits = self._routers[layer](x[None])[0].astype(mx.float32)
+        if self._recorder is not None:
+            self._recorder.guessed(layer, logits)
         if biased:
             ids = self._windows.route(layer, logits, self._pager.row(layer)).ids
         else:
@@ -321,11 +363,14 @@ class ArenaExperts:
     def _groups(self, layer: int, chosen: np.ndarray, dtype: mx.Dtype) -> Iterator[Group]:
         """From each row's expert, ascending. They do not depend on what is in memory."""
         experts, starts = np.unique(chosen, return_index=True)
-        size = max(1, WORKSPACE_BYTES // self._layers[layer].unpacked_bytes(dtype))
+        size = self._group_size(layer, dtype)
         bounds = [*range(0, experts.size, size), experts.size]
         edges = np.append(starts, chosen.size)
         for a, b in pairwise(bounds):
             yield Group(int(edges[a]), int(edges[b]), experts[a:b])
+
+    def _group_size(self, layer: int, dtype: mx.Dtype) -> int:
+        return max(1, WORKSPACE_BYTES // self._layers[layer].unpacked_bytes(dtype))
 
     def _added(self, y: mx.array, places: mx.array, weights: mx.array, shared: mx.array) -> mx.array:
         """Outputs y [T * k, H], those of token t in the rows places[t] [k], weighted and added up -> [T, H]."""

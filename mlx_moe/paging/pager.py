@@ -9,16 +9,15 @@ Invariants, kept here:
 * MLX cannot order a write of bytes against a pending read. So graphs that read slots are recorded (``reads``), and a
   slot is written only after all of those that read it have been evaluated (asserted in ``_start``).
 * What a window uses stays until its commit, unless the window needs more than there is room for.
-* What stands where, and who is evicted, follows from the tokens, whatever the disk does: a record that was read ahead
-  serves a miss of the same pass, and stands in the row from the layer's next pass on (awaited there). What is given
-  up leaves no trace, also if it was read already.
+* What stands where, and who is evicted, follows from the tokens, whatever the disk does (``flow.py``); what was read
+  ahead is awaited where it becomes visible.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import mlx.core as mx
 import numpy as np
@@ -26,6 +25,7 @@ import numpy as np
 from custom_kernels.dequant_gemv import Arena
 from custom_kernels.slots import NO_SLOT
 from mlx_moe.paging.arena import SlotArena, arena_pages
+from mlx_moe.paging.flow import Flow
 from mlx_moe.paging.index import ExpertIndex
 from mlx_moe.paging.policy import Admission, Counters
 from mlx_moe.paging.queue import Cancelled
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 REPORT_EVERY_S = 5.0
 
 
-class Pager:
+class Pager(Flow):
     """Residency of experts: what is where, what is being read, what may be overwritten."""
 
     def __init__(
@@ -57,9 +57,8 @@ class Pager:
 
         Raises ValueError when they do not fit into memory, OSError when a file of the index is not there.
         """
+        super().__init__()
         self._index, self._room, self._reader = index, room, reader
-        self._number = 0  # of the pass
-        self._window = (0, 0)  # B, T of the pass
         self._bytes_read = self._ahead_failed = 0
         self._usage, self._by_worth = usage or [None] * len(index.layers), by_worth
         self._waits = reader.waits
@@ -76,22 +75,9 @@ class Pager:
         """Bytes of the arena."""
         return self._slots.nbytes
 
-    @property
-    def streams(self) -> bool:
-        """Whether some layer has more experts than slots."""
-        return any(entry.policy.slots < entry.row.size for entry in self._layers)
-
-    def slots(self, layer: int) -> int:
-        """How many experts of a layer can stand in memory."""
-        return self._layers[layer].policy.slots
-
-    def complete(self, layer: int) -> bool:
-        """Whether all experts of a layer stand in memory, so that nothing of it is ever read or overwritten."""
-        return not self._layers[layer].absent
-
     def row(self, layer: int) -> mx.array:
         """Slot words [E] of a layer, uint32, for the graphs of this moment."""
-        self._settle(layer)
+        self.settle(layer)
         return mx.array(self._layers[layer].row)
 
     def words(self, layer: int, ids: np.ndarray, only: Iterable[int]) -> np.ndarray:
@@ -101,42 +87,7 @@ class Pager:
         row[chosen] = entry.row[chosen]
         return row[ids]
 
-    def present(self, layer: int) -> list[int]:
-        """Experts that have a place, the oldest first."""
-        return self._layers[layer].policy.experts
-
-    def present_experts(self) -> list[list[int]]:
-        """``present`` of every layer."""
-        return [entry.policy.experts for entry in self._layers]
-
-    def leaving(self, layer: int) -> list[int]:
-        """Experts that have a place, in the order in which they would leave."""
-        return self._layers[layer].policy.leaving
-
     # A pass
-
-    def begin(self, batch: int, tokens: int) -> None:
-        """A pass over [batch, tokens] starts; an earlier one that was not committed is kept whole."""
-        self.keep_pass()
-        self._number += 1
-        self._window = batch, tokens
-
-    def keep_pass(self) -> None:
-        """The last pass is kept whole, unless it was committed already."""
-        self.commit(self._window[1])
-
-    def commit(self, accepted: int) -> None:
-        """Of the last pass the first ``accepted`` tokens are kept: what they used is the newest, in token order."""
-        for entry in self._layers:
-            if entry.used:
-                ids = self._kept(entry.used, accepted)
-                entry.policy.touch(ids.reshape(-1).tolist())
-                self._learn(entry, ids)
-                entry.used.clear()
-            if entry.prompted:
-                self._learn(entry, self._kept(entry.prompted, accepted))
-                entry.prompted.clear()
-            entry.policy.release()
 
     def abort(self) -> None:
         """The pass was interrupted: reads are drained, and it leaves no trace in the order of use."""
@@ -148,89 +99,18 @@ class Pager:
         self._window = (0, 0)
 
     def use(self, layer: int, ids: np.ndarray) -> tuple[list[int], list[int]]:
-        """A window's tokens use the experts ``ids`` [n, k] of a layer, which ``row`` routed.
-
-        Returns:
-            Those that stand in memory and those that do not, each once, in order of first use. The first are pinned,
-            and the second will be.
-        """
+        """See Flow; graphs of earlier passes have read what they read."""
         entry = self._layers[layer]
         self._forget_readers(layer)
         with self._waits.on_device():  # hardly, since ids come after them
             mx.eval([r.graphs for r in entry.readers if r.number < self._number])
         entry.readers = [r for r in entry.readers if r.number == self._number]
-        entry.used.append(ids)
-        needed = list(dict.fromkeys(ids.reshape(-1).tolist()))
-        missing = entry.policy.use(needed)
-        absent = set(missing)
-        return [e for e in needed if e not in absent], missing
+        return super().use(layer, ids)
 
     def use_all(self, layer: int, experts: Sequence[int]) -> None:
-        """A prompt uses these experts; none is pinned. What is being read and is not among them is given up.
-
-        ``prompted`` says which token uses which.
-        """
-        entry, wanted = self._layers[layer], set(experts)
+        """See Flow."""
         self._forget_readers(layer)
-        self._settle(layer)
-        for expert in [e for e in entry.loads if e not in wanted]:
-            self._reader.queue.cancel(entry.loads[expert].job)
-            self._end(layer, expert, keep=False)  # even if it was done, or the disk would decide
-        entry.policy.use(experts, pin=False)
-
-    def prompted(self, layer: int, ids: np.ndarray) -> None:
-        """A prompt's tokens use the experts ``ids`` [n, k] of a layer; that is learned when the prompt is kept."""
-        entry = self._layers[layer]
-        if entry.usage is not None and entry.absent:
-            entry.prompted.append(ids)
-
-    def touch(self, layer: int, experts: Iterable[int]) -> None:
-        """These are the newest now, in this order."""
-        self._layers[layer].policy.touch(experts)
-
-    def waves(self, layer: int, missing: Sequence[int]) -> Iterator[Sequence[int]]:
-        """What is missing, as many at a time as there is room for; the reads of a wave have been started.
-
-        The caller must ``arrive`` with each, queue what uses it and hand that to ``reads`` before the next.
-        """
-        policy, loads, start = self._layers[layer].policy, self._layers[layer].loads, 0
-        while start < len(missing):
-            room, stop = policy.room(), start
-            while stop < len(missing) and (room or missing[stop] in loads):
-                room -= missing[stop] not in loads
-                stop += 1
-            if stop == start:
-                policy.release()  # what earlier waves used is queued, and recorded as being read
-                continue
-            self.fetch(layer, missing[start:stop])
-            yield missing[start:stop]
-            start = stop
-
-    def fetch(self, layer: int, experts: Sequence[int], victims: Iterable[int] | None = None) -> None:
-        """Start to read what of ``experts`` is neither in memory nor being read; there must be room.
-
-        victims: see LayerPolicy.admit.
-        """
-        entry = self._layers[layer]
-        for expert in experts:
-            if expert in entry.loads:
-                self._reader.queue.promote(entry.loads[expert].job)
-        absent = [e for e in experts if entry.row[e] == NO_SLOT and e not in entry.loads]
-        admitted = entry.policy.admit(absent, victims)
-        self._start(layer, admitted, ahead=False)
-        if len(admitted) < len(absent):
-            raise RuntimeError(f"layer {layer}: no room for {len(absent)} experts in {entry.policy.slots} slots")
-
-    def arrive(self, layer: int, experts: Iterable[int]) -> None:
-        """Wait until these stand in memory. Raises OSError, naming file and expert, when one cannot be read."""
-        errors = [self._arrive(layer, expert) for expert in experts]
-        for error in filter(None, errors):
-            raise error
-
-    def ahead(self, layer: int, experts: Iterable[int], most: int) -> None:
-        """Read, when nothing else is to be read, what a layer will probably need; at most ``most`` at a time."""
-        self._settle(layer)
-        self._start(layer, self._layers[layer].policy.ahead(list(dict.fromkeys(experts)), most), ahead=True)
+        super().use_all(layer, experts)
 
     def reads(self, layer: int, graphs: Iterable[mx.array], experts: Iterable[int]) -> Readers:
         """Graphs that read these experts' slots are queued. Nothing may be fetched before they are handed over.
@@ -315,16 +195,6 @@ class Pager:
             device_wait_ms=self._waits.device_s * 1e3,
         )
 
-    def _kept(self, ids: Sequence[np.ndarray], accepted: int) -> np.ndarray:
-        """Of a pass's ids [B * T, k], in parts, those of the first ``accepted`` tokens, [B * accepted, k]."""
-        whole = np.concatenate(ids)
-        k = whole.shape[-1]
-        return whole.reshape(*self._window, k)[:, :accepted].reshape(-1, k)
-
-    def _learn(self, entry: Layer, ids: np.ndarray) -> None:
-        if entry.usage is not None:
-            entry.usage.add(ids)
-
     def _records(self, slots: int) -> list[tuple[int, int]]:
         return [(layer.record_bytes, min(slots, layer.experts)) for layer in self._index.layers]
 
@@ -365,20 +235,11 @@ class Pager:
             before = self._layers[layer - 1]
             before.readers = [r for r in before.readers if r.number != self._number]
 
-    def _settle(self, layer: int) -> None:
-        """What an earlier pass read ahead stands in the row from now on; what could not be read is gone."""
-        for expert, load in list(self._layers[layer].loads.items()):
-            if load.number < self._number:
-                self._end(layer, expert)
+    def _promote(self, load: Load) -> None:
+        self._reader.queue.promote(load.job)
 
-    def _arrive(self, layer: int, expert: int) -> OSError | None:
-        """Wait for an expert. One that failed when it was read ahead gets another try, since now it is needed."""
-        load = self._layers[layer].loads.get(expert)
-        error = None if load is None else self._end(layer, expert)
-        if error is None or not load.ahead:
-            return error
-        self.fetch(layer, [expert])
-        return self._end(layer, expert)
+    def _cancel(self, load: Load) -> None:
+        self._reader.queue.cancel(load.job)
 
     def _end(self, layer: int, expert: int, keep: bool = True) -> OSError | None:
         """Wait for a read: the expert stands in the row, or its place is free again and the error is returned."""

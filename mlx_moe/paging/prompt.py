@@ -13,16 +13,18 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from mlx_moe.paging.pager import Pager
+from mlx_moe.paging.flow import Flow
 
 AHEAD_SHARE = 4
 """Of a layer's places, those that may be filled with what a prompt will probably need, before its ids are known."""
+WINDOW_AHEAD_SHARE = 8
+"""Of them, one in so many may be filled with what a window will probably need."""
 
 
 class PromptReads:
     """One layer's experts for one piece of a prompt."""
 
-    def __init__(self, pager: Pager, layer: int, groups: Sequence[np.ndarray], counts: Mapping[int, int]) -> None:
+    def __init__(self, pager: Flow, layer: int, groups: Sequence[np.ndarray], counts: Mapping[int, int]) -> None:
         """groups: experts in the order in which they are used. counts: tokens of each."""
         self._pager, self._layer, self._counts = pager, layer, counts
         slots = pager.slots(layer)

@@ -7,23 +7,25 @@ only while its place holds its whole record.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-import mlx.core as mx
 import numpy as np
 
 from custom_kernels.slots import NO_SLOT
-from mlx_moe.paging.arena import MAX_CHUNK_BYTES
 from mlx_moe.paging.policy import Counters, LayerPolicy
 from mlx_moe.paging.queue import Job
+from mlx_moe.paging.sizes import CHUNK_BYTES
 from mlx_moe.paging.usage import LayerUsage
+
+if TYPE_CHECKING:
+    import mlx.core as mx
 
 
 class Room(NamedTuple):
     """Memory for the arena: bytes in all, and of one chunk."""
 
     budget_bytes: int
-    most_chunk_bytes: int = MAX_CHUNK_BYTES
+    most_chunk_bytes: int = CHUNK_BYTES
 
 
 class Limits(Protocol):
@@ -37,9 +39,9 @@ class Limits(Protocol):
 
 
 class Load(NamedTuple):
-    """A read under way into an expert's place, and the pass that started it."""
+    """A read under way into an expert's place (None where nothing is read), and the pass that started it."""
 
-    job: Job
+    job: Job | None
     number: int
     ahead: bool
 
@@ -69,8 +71,8 @@ class Layer:
         record_bytes: int,
         words: list[int],
         counters: Counters | None,
-        usage: LayerUsage | None,
-        by_worth: bool,
+        usage: LayerUsage | None = None,
+        by_worth: bool = False,
     ) -> None:
         """usage: what is learned here, if anything. by_worth: whether who leaves follows from it."""
         self.record_bytes = record_bytes
@@ -83,6 +85,11 @@ class Layer:
         self.readers: list[Readers] = []
         self.used: list[np.ndarray] = []  # ids [n, k] of the pass
         self.prompted: list[np.ndarray] = []  # and those of a prompt, which are touched when they are used
+
+    def learn(self, ids: np.ndarray) -> None:
+        """Accepted tokens used the experts ``ids`` [n, k]."""
+        if self.usage is not None:
+            self.usage.add(ids)
 
     def show(self, expert: int) -> None:
         """The expert's whole record stands in its place."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -11,6 +13,8 @@ from custom_kernels.moce_route import moce_route, plain_route
 from mlx_moe.config import ModelConfig
 from mlx_moe.models.layers import WINDOW, Embedding, ExpertLinear
 from mlx_moe.paging.ngram import NgramHash
+from mlx_moe.paging.recorder import RoutingRecorder, fingerprint
+from mlx_moe.paging.trace import KEPT, TraceHeader, TraceWriter
 
 Watch = Callable[[str, mx.array, mx.array], None]
 """Sees what goes into ``gate_up_proj`` or ``down_proj``: its name, rows [N, ..., 1, columns], expert ids [N, ...]."""
@@ -48,6 +52,7 @@ class ResidentExperts(nn.Module):
         self._words = mx.arange(config.num_experts, dtype=mx.uint32)  # expert e is page e of the only chunk
         mx.eval(self._words)
         self.layers = [LayerExperts(config) for _ in range(layers)]
+        self._trunk, self._recorder = config.num_hidden_layers, None
 
     @property
     def kernels(self) -> frozenset[tuple[str, str]]:
@@ -57,14 +62,39 @@ class ResidentExperts(nn.Module):
     def bind(self, routers: Sequence[mx.array]) -> None:
         """Nothing is read ahead, so the routers are not needed."""
 
+    def record(self, file: str | Path, routers: Sequence[mx.array], dtype: mx.Dtype) -> None:
+        """See ExpertSource. The recording holds routing only, for nothing streams."""
+        none = (0,) * len(routers)
+        header = TraceHeader(
+            fingerprint=fingerprint(routers),
+            experts=tuple(len(weight) for weight in routers),
+            top_k=self._top_k,
+            normalize=self._normalize,
+            trunk=self._trunk,
+            record_bytes=none,
+            group_sizes=none,
+            kept=max(self._top_k, KEPT),
+            window=WINDOW,
+            read_ahead=False,
+            moce=None,
+        )
+        self._recorder = RoutingRecorder(TraceWriter(file, header), header)
+        weakref.finalize(self, self._recorder.close)
+
     def begin(self, window_ids: mx.array) -> None:
         """Nothing is pinned."""
+        if self._recorder is not None:
+            self._recorder.begin(*window_ids.shape)
 
     def commit(self, accepted: int) -> None:
         """Nothing is released."""
+        if self._recorder is not None:
+            self._recorder.commit(accepted)
 
     def abort(self) -> None:
         """Nothing is read."""
+        if self._recorder is not None:
+            self._recorder.interrupted()
 
     def resize(self, slots: int) -> None:
         """Refused, with a ValueError."""
@@ -74,10 +104,14 @@ class ResidentExperts(nn.Module):
         """Nothing is counted."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Only a recording is open."""
+        if self._recorder is not None:
+            self._recorder.close()
 
     def moe(self, layer: int, x: mx.array, logits: mx.array, shared: mx.array, phase: str = "decode") -> mx.array:
         """See ExpertSource. Windows run expert by expert of each token; prompts sorted by expert."""
+        if self._recorder is not None:
+            self._recorder.routed(layer, logits, phase == "prefill")
         if phase == "decode":
             ids, weights = self._route(logits)
             y = self.layers[layer](x[:, None, None], ids)[:, :, 0]

@@ -30,6 +30,11 @@ class WindowRouter:
         self._kl, self._waiting = [0.0] * len(experts), [None] * len(experts)
 
     @property
+    def moce(self) -> MoceConfig | None:
+        """How residents are preferred; None where they are not."""
+        return self._moce
+
+    @property
     def biased(self) -> bool:
         """Whether experts in memory go before others."""
         return self._moce is not None

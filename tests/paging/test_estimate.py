@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 
 from mlx_moe.config import ModelConfig
-from mlx_moe.paging.estimate import Expectation, Speeds, expect, hit_rate
+from mlx_moe.paging.device import Speeds
+from mlx_moe.paging.estimate import Expectation, expect, hit_rate
 from mlx_moe.paging.plan import Machine, Wanted, plan_memory
 from mlx_moe.paging.sizes import ModelSizes
 from real_geometry import real_config

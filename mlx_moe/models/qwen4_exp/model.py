@@ -122,8 +122,19 @@ class Model(nn.Module):
 
     def bind(self) -> None:
         """Give the expert source the router weights, once they are loaded."""
+        self._experts.bind(self._routers())
+
+    def record_routing(self, file: Any) -> None:
+        """Write what the routers say to a file (a path) from now on, until ``close``; see ``load_model``.
+
+        Raises OSError naming the file.
+        """
+        embedded = self.model.embed_tokens(mx.zeros((1, 1), dtype=mx.int32))
+        self._experts.record(file, self._routers(), embedded.dtype)
+
+    def _routers(self) -> list[mx.array]:
         blocks = [*self.layers, *(self.mtp.layers if self.has_mtp else [])]
-        self._experts.bind([layer.mlp.gate.dequantized() for layer in blocks])
+        return [layer.mlp.gate.dequantized() for layer in blocks]
 
     @property
     def config(self) -> ModelConfig:

@@ -23,6 +23,17 @@ class ExpertSource(Protocol):
     def bind(self, routers: Sequence[mx.array]) -> None:
         """Called once at load with the router weights [E, H] of every MoE layer, for read-ahead."""
 
+    def record(self, file: Any, routers: Sequence[mx.array], dtype: mx.Dtype) -> None:
+        """Write what the routers say to a file from now on, until ``close`` (paging.trace).
+
+        Args:
+            file: a path; what is there is replaced.
+            routers: as for ``bind``.
+            dtype: that the model computes in.
+
+        Raises OSError naming the file.
+        """
+
     def begin(self, window_ids: mx.array) -> None:
         """A forward pass over token ids [B, T] starts; an earlier one that was not committed is kept whole."""
 
