@@ -120,7 +120,8 @@ def our_seconds(reader: ExpertReader, fills: list[Fill], busy: bool) -> float:
     """The package's reader, ten misses at a time."""
     started = time.perf_counter()
     for i in range(0, len(fills), AT_ONCE):
-        jobs = [reader.start(fill) for fill in fills[i : i + AT_ONCE]]
+        some = fills[i : i + AT_ONCE]
+        jobs = [reader.start(fill, beside=len(some)) for fill in some]
         x = mx.zeros((8,))
         while busy and not all(job.ended for job in jobs):
             x = build_graph(x)

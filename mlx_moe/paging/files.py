@@ -59,20 +59,41 @@ class Files:
         Raises OSError, in one line that names the file and ``what``, when it cannot be read, ends before, or is not
         what it was.
         """
-        view = memoryview(target)
-        done = 0
+        self.fill(path, offset, target, what)
+        self.check([path], what)
+
+    def fill(self, path: Path, offset: int, target: np.ndarray, what: str) -> None:
+        """``read`` without the look at whether the file is what it was: ``check`` must follow the last of its reads.
+
+        Between the system's calls hardly anything is done, since it holds Python's lock.
+        """
         try:
-            descriptor = self._descriptor(path, self._is_direct(path, offset, target))
-            while done < len(view):
-                count = os.preadv(descriptor, [view[done:]], offset + done)
+            direct = self._direct is not None and self._is_direct(path, offset, target)
+            descriptor = self._open.get((path, direct))
+            if descriptor is None:
+                descriptor = self._descriptor(path, direct)
+            done = os.preadv(descriptor, [target], offset)
+            while done < target.nbytes:
+                count = os.preadv(descriptor, [memoryview(target)[done:]], offset + done)
                 if not count:
                     end = offset + done
-                    raise OSError(f"the file ends at byte {end}, {len(view) - done} bytes early")
+                    raise OSError(f"the file ends at byte {end}, {target.nbytes - done} bytes early")
                 done += count
-            if _identity(os.fstat(descriptor)) != self._seen[path]:
-                raise OSError("the file is not what it was when it was loaded; load it again")
         except OSError as error:
-            raise OSError(f"{path}: {what} cannot be read ({error.strerror or error})") from None
+            raise _named(path, what, error) from None
+
+    def check(self, paths: Iterable[Path], what: str) -> None:
+        """Raises OSError, in one line, for the first file that is not what it was when it was first seen."""
+        for path in paths:
+            try:
+                descriptor = self._open.get((path, False))
+                if descriptor is None:
+                    descriptor = self._open.get((path, True))
+                status = os.stat(path) if descriptor is None else os.fstat(descriptor)
+                if _identity(status) != self._seen.get(path):
+                    raise OSError("the file is not what it was when it was loaded; load it again")
+            except OSError as error:
+                raise _named(path, what, error) from None
 
     def close(self) -> None:
         """Close all; a later read opens again."""
@@ -112,6 +133,10 @@ class Files:
                 descriptor = self._open[path, direct] = open(path)
                 self._seen.setdefault(path, _identity(os.fstat(descriptor)))
             return self._open[path, direct]
+
+
+def _named(path: Path, what: str, error: OSError) -> OSError:
+    return OSError(f"{path}: {what} cannot be read ({error.strerror or error})")
 
 
 def _open_buffered(path: Path) -> int:

@@ -226,7 +226,8 @@ class Pager(Flow):
         for admission in admitted:
             assert entry.row[admission.expert] == NO_SLOT and admission.expert not in entry.loads
             assert not any(admission.place in r.places for r in entry.readers), "a pending graph reads this place"
-            job = self._reader.start(Fill(layer, admission.expert, self._view(layer, admission)), demanded=not ahead)
+            fill = Fill(layer, admission.expert, self._view(layer, admission))
+            job = self._reader.start(fill, demanded=not ahead, beside=len(admitted))
             entry.loads[admission.expert] = Load(job, self._number, ahead)
 
     def _forget_readers(self, layer: int) -> None:

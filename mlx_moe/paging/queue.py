@@ -3,8 +3,10 @@
 A job is a few callables that belong together, as the reads of one record. It has ended when none of its pieces runs or
 will run any more; only then is the memory that they write to the caller's again.
 
-While any queue has threads, Python's switch interval is ``SWITCH_S`` at most: a thread whose read has returned must get
-Python's lock before the next read starts, and one that builds graphs gives it up only that often.
+Reads must not wait for Python. A thread whose read has returned needs Python's lock before the next can start, and a
+main thread that builds graphs gives it up only every switch interval (5 ms by default). So that interval is at most
+``SWITCH_S`` while any queue has threads, and between two pieces a thread takes no other lock: pieces stand in deques,
+whose methods are atomic, and wake-ups in ``SimpleQueue``, which waits outside of Python.
 """
 
 from __future__ import annotations
@@ -15,11 +17,12 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
+from queue import SimpleQueue
 
 Piece = Callable[[], object]
 
-SWITCH_S = 0.0005
-"""Ten times as often as Python's default. Beside a main thread that builds graphs reads were 3 to 4 times as fast."""
+SWITCH_S = 0.0001
+"""Of Python's switch interval."""
 
 
 class Cancelled(Exception):
@@ -29,43 +32,47 @@ class Cancelled(Exception):
 class Job:
     """Pieces under way; made by ``JobQueue.submit``."""
 
-    def __init__(self, pieces: Iterable[Piece]) -> None:
-        self._waiting = deque(pieces)
-        self._running = 0
+    def __init__(self, pieces: Iterable[Piece], check: Piece | None = None) -> None:
+        self._pieces, self._check = list(pieces), check
+        self._open = list(range(len(self._pieces)))  # an entry for each that has not ended; the last one is 0
         self._error: Exception | None = None
-        self._ended = threading.Event()
-
-    @property
-    def ended(self) -> bool:
-        """Whether nothing of it runs or will run."""
-        return self._ended.is_set()
+        self._over = threading.Lock()
+        self.ended = not self._pieces
+        if self._pieces:
+            self._over.acquire()
 
     def wait(self) -> None:
-        """Until it has ended; raises the first error of a piece, or Cancelled."""
-        self._ended.wait()
+        """Until it has ended; raises the first error of a piece, or Cancelled, or what its check raises."""
+        with self._over:
+            pass
         if self._error is not None:
             raise copy.copy(self._error)  # a traceback in the job's own would keep the caller's memory alive
+        if self._check is not None:
+            self._check()
 
-    # The rest is called with the queue's lock held.
+    def _run(self, piece: Piece) -> None:
+        """One of its pieces, in a thread; after an error the others do nothing."""
+        if self._error is None:
+            try:
+                piece()
+            except Exception as failed:  # whatever it is, who waits for the job gets it
+                self._error = self._error or failed.with_traceback(None)
+        del piece  # memory that it refers to is the caller's once the job has ended
+        self._close()
 
-    def _take(self) -> Piece:
-        self._running += 1
-        return self._waiting.popleft()
+    def _drop(self) -> None:
+        """One of its pieces will not run."""
+        self._error = self._error or Cancelled()
+        self._close()
 
-    def _finish(self, error: Exception | None) -> None:
-        self._running -= 1
-        if error is not None:
-            self._drop(error)
-        self._close_if_over()
+    def _close(self) -> None:
+        if self._open.pop() == 0:  # atomic, so one thread alone is the last
+            self._pieces.clear()
+            self.ended = True
+            self._over.release()
 
-    def _drop(self, error: Exception) -> None:
-        """No further piece starts."""
-        self._waiting.clear()
-        self._error = self._error or error
 
-    def _close_if_over(self) -> None:
-        if not self._running and not self._waiting:
-            self._ended.set()
+_Entry = tuple[Job, Piece]
 
 
 class _Switching:
@@ -73,10 +80,10 @@ class _Switching:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a finalizer may run in its holder
-        self._users: set[_State] = set()
+        self._users: set[_Threads] = set()
         self._earlier = 0.0
 
-    def hold(self, user: _State) -> None:
+    def hold(self, user: _Threads) -> None:
         """Until that user's ``release``."""
         with self._lock:
             if not self._users:
@@ -84,7 +91,7 @@ class _Switching:
             self._users.add(user)
             sys.setswitchinterval(min(self._earlier, SWITCH_S))
 
-    def release(self, user: _State) -> None:
+    def release(self, user: _Threads) -> None:
         """The last one puts back what was there; who holds nothing releases nothing."""
         with self._lock:
             if user in self._users:
@@ -96,61 +103,92 @@ class _Switching:
 _switching = _Switching()
 
 
-class _State:
-    """What the threads share with the queue. They hold no reference to the queue, so that it can be forgotten."""
+class _Threads:
+    """One start of a queue: its threads and what they take from. After ``stop`` it is of no further use."""
 
-    def __init__(self) -> None:
-        self.condition = threading.Condition()
-        self.demanded: deque[Job] = deque()
-        self.speculative: deque[Job] = deque()
-        self.threads: list[threading.Thread] = []  # that were started; one whose start was interrupted enters itself
-        self.started = False
-        self.generation = 0  # threads of an earlier one end
+    def __init__(self, count: int, name: str) -> None:
+        self._demanded: deque[_Entry] = deque()
+        self._speculative: deque[_Entry] = deque()
+        # A wake-up for each piece that a thread may take; it may find that another was faster. False ends a thread.
+        self._any: SimpleQueue[bool] = SimpleQueue()
+        self._urgent: SimpleQueue[bool] = SimpleQueue()
+        self._reserved = count // 4  # threads for demanded pieces alone
+        self._threads: list[threading.Thread] = []  # that run; each enters itself
+        self._count, self._name = count, name
 
-    def enter(self, generation: int) -> bool:
-        """The calling thread is one of those that run; False when it comes too late."""
-        with self.condition:
-            if self.generation != generation:
-                return False
-            if threading.current_thread() not in self.threads:
-                self.threads.append(threading.current_thread())
-            return True
+    def start(self) -> None:
+        """Raises what interrupts it; ``stop`` then ends those that run."""
+        _switching.hold(self)
+        for i in range(self._count):
+            mine = (self._urgent, (self._demanded,)) if i < self._reserved else None
+            arguments = mine or (self._any, (self._demanded, self._speculative))
+            threading.Thread(
+                target=_work, args=(self._threads, *arguments), name=f"{self._name}-{i}", daemon=True
+            ).start()
 
-    def next(self, generation: int, demanded_only: bool) -> tuple[Job, Piece] | None:
-        """The next piece to run, waited for; None when threads of this generation are to end."""
-        with self.condition:
-            while self.generation == generation:
-                for jobs in (self.demanded, self.speculative)[: 1 if demanded_only else 2]:
-                    while jobs:
-                        if jobs[0]._waiting:
-                            return jobs[0], jobs[0]._take()
-                        jobs.popleft()
-                self.condition.wait()
-            return None
+    def add(self, job: Job, demanded: bool) -> None:
+        """Queue its pieces."""
+        entries = [(job, piece) for piece in job._pieces]
+        (self._demanded if demanded else self._speculative).extend(entries)
+        self._wake(len(entries), demanded)
+
+    def promote(self, job: Job) -> None:
+        """What waits of a speculative job goes behind the demanded ones."""
+        moved = [entry for entry in list(self._speculative) if entry[0] is job and _taken(self._speculative, entry)]
+        self._demanded.extend(moved)
+        self._wake(len(moved), True)
+
+    def cancel(self, job: Job) -> None:
+        """What waits of it will not run."""
+        for entries in (self._demanded, self._speculative):
+            for entry in list(entries):
+                if entry[0] is job and _taken(entries, entry):
+                    job._drop()
 
     def stop(self) -> None:
-        """Drop what has not started, and end the threads; waits for what runs."""
-        with self.condition:
-            for job in (*self.demanded, *self.speculative):
-                if job._waiting:
-                    job._drop(Cancelled())
-                    job._close_if_over()
-            self.demanded.clear()
-            self.speculative.clear()
-            self.end()
-        for thread in list(self.threads):
+        """Drop what has not started, end the threads; waits for what runs."""
+        for entries in (self._demanded, self._speculative):
+            while entries:
+                try:
+                    job, _ = entries.pop()
+                except IndexError:  # a thread was faster
+                    break
+                job._drop()
+        for i in range(self._count):
+            (self._urgent if i < self._reserved else self._any).put(False)
+        for thread in list(self._threads):
             if thread is not threading.current_thread():  # a finalizer may run in any
                 thread.join()
-            with self.condition:
-                if thread in self.threads:
-                    self.threads.remove(thread)
-
-    def end(self) -> None:
-        """Threads end when they have run what they run. With the lock held."""
         _switching.release(self)
-        self.started = False
-        self.generation += 1
-        self.condition.notify_all()
+
+    def _wake(self, count: int, demanded: bool) -> None:
+        for _ in range(count):
+            self._any.put(True)
+            if demanded:
+                self._urgent.put(True)
+
+
+def _taken(entries: deque[_Entry], entry: _Entry) -> bool:
+    """Whether it was still there, and is gone now."""
+    try:
+        entries.remove(entry)
+    except ValueError:
+        return False
+    return True
+
+
+def _work(threads: list[threading.Thread], wake: SimpleQueue[bool], sources: tuple[deque[_Entry], ...]) -> None:
+    """A thread: for each wake-up the first piece of the first source that has one."""
+    threads.append(threading.current_thread())
+    while wake.get():
+        for entries in sources:
+            try:
+                job, piece = entries.popleft()
+            except IndexError:
+                continue
+            job._run(piece)
+            del job, piece  # memory that they refer to is the caller's now
+            break
 
 
 class JobQueue:
@@ -159,65 +197,45 @@ class JobQueue:
     def __init__(self, threads: int, name: str = "jobs") -> None:
         """A quarter of the threads runs demanded jobs only, so that one of those seldom waits for another kind."""
         self._count, self._name = threads, name
-        self._state = _State()
-        self._finalizer = weakref.finalize(self, _State.stop, self._state)
+        self._now: list[_Threads] = []  # at most one that may run
+        self._finalizer = weakref.finalize(self, _stop, self._now)
 
-    def submit(self, pieces: Iterable[Piece], demanded: bool = True) -> Job:
-        """Run the pieces of a new job, before or after all others: demanded ones in their order, then the rest."""
-        job, state = Job(pieces), self._state
-        with state.condition:
-            if not state.started:
-                self._start()
-            (state.demanded if demanded else state.speculative).append(job)
-            job._close_if_over()
-            state.condition.notify_all()
+    def submit(self, pieces: Iterable[Piece], demanded: bool = True, check: Piece | None = None) -> Job:
+        """Run the pieces of a new job, before or after all others: demanded ones in their order, then the rest.
+
+        check: run by who waits for it, once all pieces have run; may raise.
+        """
+        job = Job(pieces, check)
+        if not self._now:
+            self._start()
+        self._now[0].add(job, demanded)
         return job
 
     def promote(self, job: Job) -> None:
         """A speculative job is demanded now."""
-        state = self._state
-        with state.condition:
-            if job in state.speculative:
-                state.speculative.remove(job)
-                state.demanded.append(job)
-                state.condition.notify_all()
+        if self._now:
+            self._now[0].promote(job)
 
     def cancel(self, job: Job) -> None:
         """No further piece of it starts; those that run end first."""
-        with self._state.condition:
-            if job._waiting:
-                job._drop(Cancelled())
-                job._close_if_over()
+        if self._now:
+            self._now[0].cancel(job)
 
     def stop(self) -> None:
         """Drop what has not started, wait for what runs, end the threads. A later job starts them again."""
-        self._state.stop()
+        _stop(self._now)
 
     def _start(self) -> None:
-        state = self._state
-        state.started = True
+        threads = _Threads(self._count, self._name)
+        self._now.append(threads)
         try:
-            _switching.hold(state)
-            for i in range(self._count):
-                arguments = state, state.generation, i < self._count // 4
-                thread = threading.Thread(target=_work, args=arguments, name=f"{self._name}-{i}", daemon=True)
-                thread.start()
-                state.threads.append(thread)
+            threads.start()
         except BaseException:  # an interrupt, or no more threads: those that run end
-            state.end()
+            self.stop()
             raise
 
 
-def _work(state: _State, generation: int, demanded_only: bool) -> None:
-    if not state.enter(generation):
-        return
-    while (taken := state.next(generation, demanded_only)) is not None:
-        job, piece = taken
-        error = None
-        try:
-            piece()
-        except Exception as failed:  # whatever it is, who waits for the job gets it
-            error = failed.with_traceback(None)
-        with state.condition:
-            job._finish(error)
-        del job, piece, taken, error  # memory that they refer to is the caller's now
+def _stop(now: list[_Threads]) -> None:
+    while now:
+        now[0].stop()
+        now.pop()

@@ -1,6 +1,7 @@
 """Bytes of experts from files into memory that others own, by threads of its own. Knows no MLX.
 
-Demanded records go before speculative ones; a large record is read in several pieces at once.
+Demanded records go before speculative ones. A record that comes alone is read in several pieces at once; of many at a
+time the parts stay whole, since every read costs a thread its turn at Python.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ __all__ = ["PIECE_BYTES", "THREADS", "Direct", "ExpertReader", "Files", "Fill", 
 
 THREADS = 8
 PIECE_BYTES = 512 << 10
-"""The most that one read asks for, a multiple of every alignment that direct reads need."""
+"""Reads are not split below this, a multiple of every alignment that direct reads need."""
 
 
 class Fill(NamedTuple):
@@ -56,12 +57,19 @@ class ExpertReader:
 
     def read(self, layer: int, expert: int, target: np.ndarray) -> None:
         """Put one expert's record into ``target``, uint8 [record_bytes]; raises OSError naming file and expert."""
-        for piece in self._pieces(layer, expert, target):
+        pieces, check = self._pieces(layer, expert, target, target.nbytes)
+        for piece in pieces:
             piece()
+        check()
 
-    def start(self, fill: Fill, demanded: bool = True) -> Job:
-        """Let the threads read one expert; the job's ``wait`` raises OSError naming file and expert."""
-        return self.queue.submit(self._pieces(*fill), demanded)
+    def start(self, fill: Fill, demanded: bool = True, beside: int = 1) -> Job:
+        """Let the threads read one expert; the job's ``wait`` raises OSError naming file and expert.
+
+        beside: how many are started together, this one among them.
+        """
+        share = -(-beside * fill.target.nbytes // self._threads)  # of a thread, when all take part
+        pieces, check = self._pieces(*fill, -(-share // PIECE_BYTES) * PIECE_BYTES)
+        return self.queue.submit(pieces, demanded, check)
 
     def fill(self, fills: Iterable[Fill]) -> Iterator[int]:
         """Read many; yields the bytes of each when it is there. The threads end with it.
@@ -73,7 +81,7 @@ class ExpertReader:
         try:
             while True:
                 while len(running) < 2 * self._threads and (fill := next(todo, None)):
-                    running.append((self.start(fill), fill.target.nbytes))
+                    running.append((self.start(fill, beside=2 * self._threads), fill.target.nbytes))
                 if not running:
                     return
                 job, nbytes = running.popleft()
@@ -87,16 +95,18 @@ class ExpertReader:
         self.queue.stop()
         self.files.close()
 
-    def _pieces(self, layer: int, expert: int, target: np.ndarray) -> list[Piece]:
-        what = f"expert {expert} of layer {layer}"
-        return [
+    def _pieces(self, layer: int, expert: int, target: np.ndarray, most: int) -> tuple[list[Piece], Piece]:
+        """Reads of at most so many bytes each, and the check that must follow them."""
+        what, files, parts = f"expert {expert} of layer {layer}", self.files, self._index.reads(layer, expert)
+        pieces = [
             partial(
-                self.files.read,
+                files.fill,
                 part.file,
                 part.offset + start,
-                target[part.at + start : part.at + min(start + PIECE_BYTES, part.length)],
+                target[part.at + start : part.at + min(start + most, part.length)],
                 what,
             )
-            for part in self._index.reads(layer, expert)
-            for start in range(0, part.length, PIECE_BYTES)
+            for part in parts
+            for start in range(0, part.length, most)
         ]
+        return pieces, partial(files.check, dict.fromkeys(part.file for part in parts), what)

@@ -225,18 +225,20 @@ def test_files_that_are_not_there_are_named_at_once(index, tmp_path):
         ExpertReader(index).files.note(index.files)
 
 
-def test_large_records_are_read_in_pieces(tmp_path, monkeypatch):
-    """Several threads may share them; the pieces make the record."""
+@pytest.mark.parametrize(("threads", "beside", "split"), [(8, 1, True), (2, 1, False), (8, 2, True), (8, 8, False)])
+def test_large_records_are_read_in_pieces(tmp_path, monkeypatch, threads, beside, split):
+    """Where threads would have nothing to do otherwise; the pieces make the record."""
     (tmp_path / "x").write_bytes(np.random.default_rng(0).bytes(3 * PIECE_BYTES + 100))
     part = PartIndex.strided("X", (2, 3), PIECE_BYTES + 16, 0, 4, 16, 1)
     index = ExpertIndex((tmp_path / "x",), (LayerIndex(part, part, part),))
     sizes, real = [], os.preadv
     monkeypatch.setattr(os, "preadv", lambda fd, views, at: sizes.append(len(views[0])) or real(fd, views, at))
     target = np.zeros(index.layers[0].record_bytes, np.uint8)
-    reader = ExpertReader(index, threads=2)
-    reader.start(Fill(0, 0, target)).wait()
+    reader = ExpertReader(index, threads)
+    reader.start(Fill(0, 0, target), beside=beside).wait()
     reader.close()
-    assert np.array_equal(target, expected(index, 0, 0)) and sorted(sizes) == [16] * 3 + [PIECE_BYTES] * 3
+    want = [16] * 3 + [PIECE_BYTES] * 3 if split else [PIECE_BYTES + 16] * 3
+    assert np.array_equal(target, expected(index, 0, 0)) and sorted(sizes) == want
 
 
 def test_interrupted_reads_are_repeated(tmp_path):

@@ -281,7 +281,7 @@ def test_a_failed_read_ahead_costs_a_counter(path, resident, monkeypatch):
         speculative: dict[int, bool] = {}
         reader, start = model._experts.reader, model._experts.reader.start
 
-        def started(fill, demanded=True):
+        def started(fill, demanded=True, beside=1):
             if not demanded:
                 speculative.update({p.offset: True for p in reader._index.reads(fill.layer, fill.expert)[:1]})
             return start(fill, demanded)
