@@ -130,8 +130,9 @@ class Files:
     def _opened(self, path: Path, direct: bool, open: Callable[[Path], int]) -> int:
         with self._lock:
             if (path, direct) not in self._open:
-                descriptor = self._open[path, direct] = open(path)
+                descriptor = open(path)
                 self._seen.setdefault(path, _identity(os.fstat(descriptor)))
+                self._open[path, direct] = descriptor  # last, since threads look there without the lock
             return self._open[path, direct]
 
 
