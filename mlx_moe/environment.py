@@ -12,11 +12,14 @@ _DEFAULTS = {
     # MLX's CUDA back end hands single queries to cuDNN or not by how the cache's buffer lies in memory, so a token's
     # bits would depend on the window that it came in.
     "MLX_CUDA_USE_CUDNN_SDPA": "0",
+    # MLX ends a command buffer after so many MB of inputs and counts the whole arena among them, so that every op on
+    # experts would end one. Its limit on the number of ops stays.
+    "MLX_MAX_MB_PER_BUFFER": "1000000",
 }
 
 
 def steady_numbers() -> None:
-    """Settings of MLX that exactness needs, unless the user has set them. MLX reads them once, at their first use."""
+    """Settings of MLX that exactness and streaming need, unless the user has set them. MLX reads them once, at their first use."""
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
 

@@ -26,7 +26,7 @@ from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
-os.environ.setdefault("MLX_MAX_MB_PER_BUFFER", "1000000")  # MLX counts the whole arena as traffic of every call
+os.environ.setdefault("MLX_MAX_MB_PER_BUFFER", "1000000")  # as mlx_moe sets it (mlx_moe/environment.py)
 
 import mlx.core as mx
 import mlx.nn as nn
