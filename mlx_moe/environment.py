@@ -19,7 +19,7 @@ _DEFAULTS = {
 
 
 def steady_numbers() -> None:
-    """Settings of MLX that exactness and streaming need, unless the user has set them. MLX reads them once, at their first use."""
+    """Settings of MLX that we need, unless the user has set them. MLX reads them once, at their first use."""
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
 

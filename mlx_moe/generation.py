@@ -111,6 +111,7 @@ def generate_tokens(
         waits=waits or Waits(),
     )
     ids = _check_prompt(prompt, model)
+    model.relieve_memory()
     cache = model.make_cache() if prompt_cache is None else prompt_cache
     context = model.config.max_position_embeddings
     if cache[0].size() + ids.size > context:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import gc
 import os
@@ -22,6 +23,8 @@ from mlx_lm.utils import maybe_set_recommended_wired_limit
 DIRECT_ALIGNMENT = 1 if sys.platform == "darwin" else 4096
 """Of offsets, lengths and addresses of reads from a file that ``open_direct`` opened."""
 
+LOW_SHARE = 0.04
+"""Of a Linux machine's memory: with less available it is about to swap."""
 CONSTANT_BYTES = 64 << 20
 """Arrays of this many bytes in all are constants and results, for which a plan's share of the process has room."""
 
@@ -68,6 +71,21 @@ def _machine_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def under_pressure() -> bool:
+    """Whether the system is short of memory: macOS says so, or Linux has less than ``LOW_SHARE`` of it available."""
+    if sys.platform == "darwin":
+        level, size = ctypes.c_int(0), ctypes.c_size_t(ctypes.sizeof(ctypes.c_int))
+        name = b"kern.memorystatus_vm_pressure_level"  # 1 normal, 2 warning, 4 critical
+        failed = ctypes.CDLL(None).sysctlbyname(name, ctypes.byref(level), ctypes.byref(size), None, 0)
+        return not failed and level.value > 1
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        sizes = {key: int(rest.split()[0]) for key, rest in (line.split(":") for line in lines)}
+        return sizes["MemAvailable"] < LOW_SHARE * sizes["MemTotal"]
+    except (OSError, ValueError, KeyError):
+        return False
+
+
 def system() -> str:
     """Operating system and processor architecture."""
     mac = platform.mac_ver()[0]
@@ -108,13 +126,15 @@ class MemoryLimits:
     _held: ClassVar[dict[int, tuple[int, int, int]]] = {}  # (in all, cache, spare) in bytes, by id of what holds them
     _earlier: ClassVar[tuple[int, int, int | None] | None] = None
 
-    def __init__(self, beside_bytes: int, cache_bytes: int, spare_bytes: int = 0) -> None:
+    def __init__(self, beside_bytes: int, cache_bytes: int, spare_bytes: int = 0, elastic: bool = False) -> None:
         """
         Args:
             beside_bytes: of MLX's memory, all but the arena.
             cache_bytes: that MLX may keep for further use.
             spare_bytes: of ``beside_bytes``, what sequences and passes will take and weights do not.
+            elastic: the arena may shrink where the system is short of memory.
         """
+        self._elastic = elastic
         self._beside_bytes, self._cache_bytes, self._spare_bytes = beside_bytes, cache_bytes, spare_bytes
 
     @classmethod
@@ -140,6 +160,10 @@ class MemoryLimits:
         with self._lock:
             if self._held.pop(id(self), None) is not None:
                 self._apply()
+
+    def pressed(self) -> bool:
+        """Whether the arena should shrink now."""
+        return self._elastic and under_pressure()
 
     @classmethod
     def _apply(cls) -> None:

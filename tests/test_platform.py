@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
@@ -161,3 +162,34 @@ def _limits() -> tuple[int, int]:
     mx.set_memory_limit(memory)
     mx.set_cache_limit(cache)
     return memory, cache
+
+
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [
+        ("MemTotal:  1000 kB\nMemFree: 1 kB\nMemAvailable:  39 kB\n", True),
+        ("MemTotal:  1000 kB\nMemFree: 1 kB\nMemAvailable:  41 kB\n", False),
+        ("MemTotal:  1000 kB\n", False),
+        ("nonsense", False),
+    ],
+)
+def test_pressure_on_linux(monkeypatch, text, want):
+    monkeypatch.setattr(platform.sys, "platform", "linux")
+    monkeypatch.setattr(Path, "read_text", lambda self: text if str(self) == "/proc/meminfo" else "")
+    assert platform.under_pressure() is want
+
+
+@pytest.mark.parametrize(("level", "failed", "want"), [(1, 0, False), (2, 0, True), (4, 0, True), (4, -1, False)])
+def test_pressure_on_macos(monkeypatch, level, failed, want):
+    class Library:
+        def __init__(self, name):
+            assert name is None
+
+        def sysctlbyname(self, name, value, size, new, length):
+            assert name == b"kern.memorystatus_vm_pressure_level"
+            value._obj.value = level
+            return failed
+
+    monkeypatch.setattr(platform.sys, "platform", "darwin")
+    monkeypatch.setattr(platform.ctypes, "CDLL", Library)
+    assert platform.under_pressure() is want

@@ -154,6 +154,16 @@ class ArenaExperts:
         if self._limits is not None:
             self._limits.hold(self._pager.nbytes)
 
+    def relieve(self) -> None:
+        """See ExpertSource. A quarter of the slots goes, if the slots were not asked for by number."""
+        if self._closed or self._limits is None or not self._limits.pressed():
+            return
+        slots = max(self._pager.slots(layer) for layer in range(len(self._layers)))
+        fewer = max(self._top_k, slots * 3 // 4)
+        if fewer < slots:
+            logger.warning("memory is short: %d experts per layer stay in memory instead of %d", fewer, slots)
+            self.resize(fewer)
+
     def close(self) -> None:
         """See ExpertSource."""
         if not self._closed:

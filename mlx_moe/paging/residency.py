@@ -37,6 +37,9 @@ class Limits(Protocol):
     def release(self) -> None:
         """None any more; may be called again."""
 
+    def pressed(self) -> bool:
+        """Whether the arena should shrink now, since the system is short of memory."""
+
 
 class Load(NamedTuple):
     """A read under way into an expert's place (None where nothing is read), and the pass that started it."""

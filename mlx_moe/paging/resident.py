@@ -100,6 +100,9 @@ class ResidentExperts(nn.Module):
         """Refused, with a ValueError."""
         raise ValueError("the experts of this model are not streamed, so their number in memory is fixed")
 
+    def relieve(self) -> None:
+        """Nothing can be given back."""
+
     def statistics(self) -> None:
         """Nothing is counted."""
 

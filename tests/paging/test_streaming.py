@@ -125,6 +125,28 @@ def test_resizing_keeps_contents_and_output(path, resident):
             model.resize_experts(3)
 
 
+def test_the_arena_shrinks_between_texts_where_memory_is_short(path, resident, monkeypatch, caplog):
+    """Never within one, not below what a token needs, and not where the number was asked for."""
+    short = [False]
+    monkeypatch.setattr("mlx_moe.platform.under_pressure", lambda: short[0])
+    with load_model(path, mx.float32, memory=ceiling(path, 20), usage=False)[0] as model:
+        assert model.experts_stats.slots == 20 and same(model, resident)
+        arena = model._experts.nbytes
+        tokens = generate_tokens(IDS.tolist(), model, max_tokens=10)
+        ids = [next(tokens)[0]]
+        short[0] = True
+        ids += [token for token, _ in tokens]
+        assert ids == resident[1] and model.experts_stats.slots == 20
+        assert greedy(model) == resident[1] and model.experts_stats.slots == 15
+        assert "15 experts per layer stay in memory instead of 20" in caplog.text
+        assert model._experts.nbytes < arena
+        for _ in range(6):
+            assert greedy(model, 1) == resident[1][:1]
+        assert model.experts_stats.slots == TOP_K
+    with opened(path, 20) as model:
+        assert greedy(model) == resident[1] and model.experts_stats.slots == 20
+
+
 def test_a_resize_that_does_not_fit_changes_nothing(path, resident):
     with load_model(path, mx.float32, expert_slots=8, memory=ceiling(path, 16))[0] as model:
         with pytest.raises(ValueError, match=r"experts take .* in memory, and .* are left"):

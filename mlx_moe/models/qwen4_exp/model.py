@@ -242,6 +242,13 @@ class Model(nn.Module):
         """
         self._experts.resize(slots)
 
+    def relieve_memory(self) -> None:
+        """Where the system is short of memory, keep fewer experts in memory from now on, unless their number was given.
+
+        Called before each text is generated; output stays the same. Raises OSError when one cannot be read.
+        """
+        self._experts.relieve()
+
     @property
     def experts_stats(self) -> Any:
         """Counters of streaming since the model was loaded, a paging.statistics.ExpertStats; None without streaming."""

@@ -46,6 +46,9 @@ class ExpertSource(Protocol):
     def resize(self, slots: int) -> None:
         """Keep another number of experts per layer in memory, between passes; raises ValueError where it cannot."""
 
+    def relieve(self) -> None:
+        """Between requests: give memory back where the system is short of it."""
+
     def statistics(self) -> Any:
         """Counters since the model was loaded (paging.statistics.ExpertStats); None where there is nothing to count."""
 
