@@ -61,6 +61,7 @@ def _at_once(args: argparse.Namespace, settings: Sequence[MoceConfig | None]) ->
     from mlx_moe.quality import score_at_once
 
     model, tokenizer, _ = session.open_model(args, moce=None, expert_slots=None, resident=True)
+    _check(model, settings)
     texts = _texts(args, tokenizer)
 
     def interim(scores: Sequence[Score]) -> list[dict[str, Any]]:
