@@ -67,7 +67,7 @@ def _at_once(args: argparse.Namespace, settings: Sequence[MoceConfig | None]) ->
     def interim(scores: Sequence[Score]) -> list[dict[str, Any]]:
         rows = [_row(setting, score, scores[0], args.seed) for setting, score in zip(settings, scores, strict=True)]
         if args.json:
-            _write(args, rows, at_once=True, read_ahead=False)
+            _write(args, rows, at_once=True, read_ahead=False, tokens_asked=args.tokens)
         return rows
 
     with model:

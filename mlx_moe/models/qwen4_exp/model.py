@@ -243,7 +243,7 @@ class Model(nn.Module):
 
     @contextlib.contextmanager
     def taking_experts_from(self, source: ExpertSource) -> Iterator[None]:
-        """Passes inside ask another source for routed experts. Caches do not go in or out."""
+        """Passes inside ask another source for routed experts; windows end on the side where they began."""
         own, self._experts = self._experts, source
         try:
             yield
