@@ -17,12 +17,17 @@ import numpy as np
 
 from mlx_moe.documents import read_documents
 from mlx_moe.models.qwen4_exp import Model
+from mlx_moe.paging.experts import ArenaExperts
+from mlx_moe.paging.moce import MoceConfig
+from mlx_moe.paging.simulated import SimulatedExperts
 from mlx_moe.paging.statistics import ExpertStats
 
 RESAMPLES = 4000
 BLOCK = 16
 """Tokens in a row that are drawn together: losses of neighbours go together."""
 _CLEAR_EVERY = 256
+INTERIM_EVERY = 256
+"""Tokens between two looks at what a long run has so far."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +112,7 @@ def score(model: Model, texts: Iterable[Passage], progress: Callable[[int], None
     before, started = model.experts_stats, time.perf_counter()
     losses, size = [], 0
     for text in texts:
-        for loss in _losses(model, text):
+        for (loss,) in _losses(model, text):
             losses.append(loss)
             progress(len(losses))
             if len(losses) % _CLEAR_EVERY == 0:
@@ -117,17 +122,64 @@ def score(model: Model, texts: Iterable[Passage], progress: Callable[[int], None
     return Score(np.array(losses, dtype=np.float64), size, experts, time.perf_counter() - started)
 
 
-def _losses(model: Model, text: Passage) -> Iterator[float]:
-    """Nats of each target; the next token is under way when one is yielded."""
+def score_at_once(
+    model: Model,
+    texts: Sequence[Passage],
+    settings: Sequence[MoceConfig | None],
+    slots: int,
+    progress: Callable[[int], None] = lambda done: None,
+    interim: Callable[[list[Score]], None] = lambda scores: None,
+) -> list[Score]:
+    """What ``score`` gives for each setting with ``slots`` experts per layer in memory and read-ahead off, in one run.
+
+    Settings are the rows of a batch, whose experts in memory are simulated (paging.simulated), from none at the start.
+
+    Args:
+        model: with all experts in memory.
+        texts: as for ``score``.
+        settings: None is the exact router.
+        progress: called with the number of tokens scored.
+        interim: called now and then with the scores so far; of a passage under way, bytes are its tokens' share.
+
+    Raises ValueError where the model's experts cannot be paged, or slots or a setting do not suit it.
+    """
+    if not isinstance(model.experts, ArenaExperts):
+        raise ValueError("cache-aware routing cannot be used with a model folder, whose experts are all in memory")
+    source = SimulatedExperts(model.experts, model.config, settings, slots)
+    losses, size, started = [], 0.0, time.perf_counter()
+
+    def so_far() -> list[Score]:
+        table, seconds = np.array(losses, dtype=np.float64), time.perf_counter() - started
+        stats = source.statistics()
+        return [Score(table[:, i], round(size), stats[i], seconds) for i in range(len(settings))]
+
+    with model.taking_experts_from(source):
+        for text in texts:
+            for row in _losses(model, text, len(settings)):
+                losses.append(row)
+                size += text.size_bytes / len(text.targets)
+                progress(len(losses))
+                if len(losses) % _CLEAR_EVERY == 0:
+                    mx.clear_cache()
+                if len(losses) % INTERIM_EVERY == 0:
+                    interim(so_far())
+        return so_far()
+
+
+def _losses(model: Model, text: Passage, rows: int = 1) -> Iterator[np.ndarray]:
+    """Nats of each target in every row of a batch that all read the text, [rows] float32.
+
+    The next token is under way when one is yielded.
+    """
     cache, waiting = model.make_cache(), None
     for token, target in zip(text.inputs, text.targets, strict=True):
-        logits = model(mx.array([[token]]), cache=cache)[0, -1].astype(mx.float32)
-        loss = mx.logsumexp(logits) - logits[target]
+        logits = model(mx.array([[token]] * rows), cache=cache)[:, -1].astype(mx.float32)
+        loss = mx.logsumexp(logits, axis=-1) - logits[:, target]
         mx.async_eval(loss)
         if waiting is not None:
-            yield waiting.item()
+            yield np.array(waiting)
         waiting = loss
-    yield waiting.item()
+    yield np.array(waiting)
 
 
 def interval(differences: np.ndarray, seed: int = 0) -> tuple[float, float]:

@@ -74,8 +74,8 @@ ENTRIES = (
     ),
     Entry(
         "mlx_moe.models.qwen4_exp.indexer",
-        "Indexer.select",
-        "called for each tile of _sparse",
+        "Indexer._scores",
+        "called for each tile of _sparse_row, and for each sequence of a step",
         lambda q, *_: q.shape[1],
     ),
     *(

@@ -6,10 +6,27 @@ import mlx.core as mx
 
 from custom_kernels.dispatch import choose
 from custom_kernels.moce_route.kernel import moce_route_kernel, supports
-from custom_kernels.moce_route.reference import NO_SLOT, Policy, Routing, naive_moce_route
+from custom_kernels.moce_route.reference import (
+    NO_SLOT,
+    Policy,
+    Routing,
+    RowPolicies,
+    RowRouting,
+    naive_moce_route,
+)
 from custom_kernels.moce_route.reference import naive_route as plain_route
+from custom_kernels.moce_route.reference import naive_route_rows as route_rows
 
-__all__ = ["NO_SLOT", "Policy", "Routing", "moce_route", "plain_route"]
+__all__ = [
+    "NO_SLOT",
+    "Policy",
+    "Routing",
+    "RowPolicies",
+    "RowRouting",
+    "moce_route",
+    "plain_route",
+    "route_rows",
+]
 
 
 def moce_route(

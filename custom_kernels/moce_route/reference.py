@@ -45,6 +45,22 @@ class Routing(NamedTuple):
     counts: mx.array  # [2] uint32: how many misses; how many picks are not in the true top k
 
 
+class RowPolicies(NamedTuple):
+    """A ``Policy`` of its own for each of B rows; of the plain router: 0, 0 and top_k."""
+
+    bonus: mx.array  # [B] float32
+    keep_top: mx.array  # [B] int32
+    max_rank: mx.array  # [B] int32, at least top_k
+
+
+class RowRouting(NamedTuple):
+    """What the cache-aware router decides for B rows, each with a residency and a policy of its own."""
+
+    ids: mx.array  # [B, k] uint32, in rank order
+    weights: mx.array  # [B, k] float32, true probabilities, renormalised if asked
+    substituted: mx.array  # [B] uint32, picks that are not in the row's true top k
+
+
 def naive_route(logits: mx.array, top_k: int, normalize: bool = True) -> tuple[mx.array, mx.array]:
     """Choose ``top_k`` experts per token.
 
@@ -76,16 +92,57 @@ def naive_moce_route(logits: mx.array, words: mx.array, top_k: int, policy: Poli
     policy.check(top_k, logits.shape[1])
     logits = logits.astype(mx.float32)
     order = mx.argsort(_best_first(logits), axis=-1)[:, : policy.max_rank]
-    resident = words[order] != NO_SLOT
     rank = mx.arange(order.shape[1])
-    kept = rank < policy.keep_top
-    adjusted = mx.take_along_axis(logits, order, axis=-1) + mx.where(resident, policy.bonus, 0.0)
-    adjusted = mx.where(kept, mx.inf, adjusted)  # ahead of all others, among themselves in the true order
-    ids = mx.take_along_axis(order, mx.argsort(_best_first(adjusted), axis=-1)[:, :top_k], axis=-1)
-    changed = (ids[:, :, None] != order[:, None, :top_k]).all(axis=-1).sum()
+    ids = _promoted(logits, order, words[order] != NO_SLOT, rank < policy.keep_top, policy.bonus)[:, :top_k]
+    changed = _changed(ids, order[:, :top_k]).sum()
     misses, count = _misses(ids, words)
     counts = mx.stack([count, changed.astype(mx.uint32)])
     return Routing(ids, _weights(logits, ids, normalize), words[ids], misses, counts)
+
+
+def naive_route_rows(
+    logits: mx.array, resident: mx.array, top_k: int, policies: RowPolicies, normalize: bool = True
+) -> RowRouting:
+    """``naive_moce_route`` of B windows of one token at once: row b with its own residency and policy.
+
+    Args:
+        logits: [B, E], any float type.
+        resident: [B, E] bool, which experts are in memory for the row.
+        top_k, normalize: as for ``naive_route``.
+        policies: of the rows, checked by the caller.
+    """
+    logits = logits.astype(mx.float32)
+    order = mx.argsort(_best_first(logits), axis=-1)
+    rank = mx.arange(order.shape[1])
+    kept, open_to = (rank < bound[:, None] for bound in (policies.keep_top, policies.max_rank))
+    here = mx.take_along_axis(resident, order, axis=-1)
+    ids = _promoted(logits, order, here, kept, policies.bonus[:, None], open_to)[:, :top_k]
+    changed = _changed(ids, order[:, :top_k]).sum(axis=-1)
+    return RowRouting(ids, _weights(logits, ids, normalize), changed.astype(mx.uint32))
+
+
+def _promoted(
+    logits: mx.array,
+    order: mx.array,
+    resident: mx.array,
+    kept: mx.array,
+    bonus: float | mx.array,
+    open_to: mx.array | None = None,
+) -> mx.array:
+    """Ids [T, n] of the true ``order`` with residents moved ahead by their bonus; among equals that order stands.
+
+    kept: ranks that come first. open_to: ranks that do not come last; None is all.
+    """
+    adjusted = mx.take_along_axis(logits, order, axis=-1) + mx.where(resident, bonus, 0.0)
+    adjusted = mx.where(kept, mx.inf, adjusted)  # ahead of all others, among themselves in the true order
+    if open_to is not None:
+        adjusted = mx.where(open_to, adjusted, -mx.inf)
+    return mx.take_along_axis(order, mx.argsort(_best_first(adjusted), axis=-1), axis=-1)
+
+
+def _changed(ids: mx.array, best: mx.array) -> mx.array:
+    """Which of the ids [T, k] are not among the true best [T, k]: [T, k] bool."""
+    return (ids[:, :, None] != best[:, None]).all(axis=-1)
 
 
 def _weights(logits: mx.array, ids: mx.array, normalize: bool) -> mx.array:

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 from mlx_moe.cli import options
 
 if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
     from mlx_moe.models.qwen4_exp import Model
     from mlx_moe.paging.moce import MoceConfig
-    from mlx_moe.quality import Score
+    from mlx_moe.quality import Passage, Score
 
 _NAMES = {"bonus": "bonus", "cap": "max_rank"}
 _HEAD = f"{'bonus':>6}{'keep':>5}{'cap':>5}{'perplexity':>12}{'ratio':>8}  {'95 %':^16}{'bits/byte':>10}"
@@ -24,7 +26,7 @@ _HEAD_PAGING = f"{'hits':>7}{'misses':>8}{'kB/token':>10}{'agree':>7}{'KL':>7}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, load once per setting, score the same tokens, print; returns the exit status."""
+    """Parse, score the same tokens with every setting, print; returns the exit status."""
     args = _parse(argv)
     if args.json:
         options.check_folder("--json", args.json)
@@ -34,8 +36,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not path.is_file():
             raise FileNotFoundError(f"{path}: no such file")
     settings = _settings(args)
-    exact, rows = None, []
     print(_HEAD + _HEAD_PAGING, flush=True)
+    if args.at_once:
+        _at_once(args, settings)
+    else:
+        _one_by_one(args, settings)
+    return 0
+
+
+def _one_by_one(args: argparse.Namespace, settings: Sequence[MoceConfig | None]) -> None:
+    """Load once per setting, so that every setting starts with the same experts in memory."""
+    exact, rows = None, []
     for setting in settings:
         score = _score(args, setting, settings)
         gc.collect()  # or two models would be in memory
@@ -44,7 +55,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_line(rows[-1]), flush=True)
         if args.json:
             _write(args, rows)
-    return 0
+
+
+def _at_once(args: argparse.Namespace, settings: Sequence[MoceConfig | None]) -> None:
+    """Load once, all experts in memory; the settings are the rows of a batch, and their memory is simulated."""
+    from mlx_moe.cli import session
+    from mlx_moe.quality import score_at_once
+
+    model, tokenizer, _ = session.open_model(args, moce=None, expert_slots=None, resident=True)
+    _check(model, settings)
+    texts = _texts(args, tokenizer)
+
+    def interim(scores: Sequence[Score]) -> list[dict[str, Any]]:
+        rows = [_row(setting, score, scores[0], args.seed) for setting, score in zip(settings, scores, strict=True)]
+        if args.json:
+            _write(args, rows, at_once=True, read_ahead=False, tokens_asked=args.tokens)
+        return rows
+
+    with model:
+        rows = interim(score_at_once(model, texts, settings, args.expert_slots, _say(args.tokens), interim))
+    print(*map(_line, rows), "all at once: read-ahead off, memory simulated", sep="\n", flush=True)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -63,10 +93,20 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="NAME=A,B",
         help="every pair of bonus=0.2,0.85 and cap=none,8,16 (--moce-max-rank); replaces those two settings",
     )
+    out.add_argument(
+        "--at-once",
+        action="store_true",
+        help="all settings as one batch: experts all in memory, the N of --expert-slots simulated, read-ahead off",
+    )
     out.add_argument("--seed", type=int, default=0, help="of the bootstrap's random numbers (default: 0)")
     out.add_argument("--json", metavar="FILE", help="write settings and figures there")
     options.add_recording(out)  # of the exact router
-    return out.parse_args(argv)
+    args = out.parse_args(argv)
+    if args.at_once and args.expert_slots is None:
+        out.error("--at-once needs --expert-slots N, the experts per layer that its simulated memory holds")
+    if args.at_once and args.record_routing is not None:
+        out.error("--at-once cannot record routing; leave one of --at-once and --record-routing out")
+    return args
 
 
 def _settings(args: argparse.Namespace) -> list[MoceConfig | None]:
@@ -99,24 +139,26 @@ def _value(part: str, name: str, text: str) -> float | int | None:
 
 
 def _score(args: argparse.Namespace, setting: MoceConfig | None, settings: Sequence[MoceConfig | None]) -> Score:
-    """Of a model just loaded, so that every setting starts with the same experts in memory.
-
-    settings: all that will follow, checked before the first takes its minutes.
-    """
+    """Of a model just loaded. settings: all that will follow, checked before the first takes its minutes."""
     from mlx_moe.cli import session
-    from mlx_moe.quality import passages, score
+    from mlx_moe.quality import score
 
     recording = args.record_routing if setting is None else None  # of the exact router
     # What one setting learned must not be what the next starts with.
     model, tokenizer, _ = session.open_model(args, moce=setting, usage=False, record_routing=recording)
+    _check(model, settings)
+    texts = _texts(args, tokenizer)
+    with model:
+        return score(model, texts, _say(args.tokens))
+
+
+def _texts(args: argparse.Namespace, tokenizer: TokenizerWrapper) -> list[Passage]:
+    from mlx_moe.quality import passages
 
     def encode(text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False)
 
-    _check(model, settings)
-    texts = passages(args.text, encode, tokenizer.decode, tokenizer.eos_token_id, args.tokens)
-    with model:
-        return score(model, texts, _say(args.tokens))
+    return passages(args.text, encode, tokenizer.decode, tokenizer.eos_token_id, args.tokens)
 
 
 def _check(model: Model, settings: Sequence[MoceConfig | None]) -> None:
@@ -158,10 +200,11 @@ def _line(row: dict[str, Any]) -> str:
     return out + f"{row['agreement']:>7.1%}{row['kl_per_token']:>7.3f}"
 
 
-def _write(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+def _write(args: argparse.Namespace, rows: list[dict[str, Any]], **changes: Any) -> None:
+    """changes: what else is said of the run."""
     import mlx.core as mx
 
     from mlx_moe.formats.checkpoint import write_json
 
-    settings = {"model": args.model, "text": [path.name for path in args.text], "seed": args.seed}
+    settings = {"model": args.model, "text": [path.name for path in args.text], "seed": args.seed} | changes
     write_json(Path(args.json), settings | {"device": str(mx.default_device()), "mlx": mx.__version__, "rows": rows})

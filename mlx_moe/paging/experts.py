@@ -88,6 +88,7 @@ class ArenaExperts:
         self._top_k, self._normalize = config.num_experts_per_tok, config.norm_topk_prob
         self._trunk, self._read_ahead = config.num_hidden_layers, read_ahead
         self._index, self._layers = index, [Matrices.of(layer) for layer in index.layers]
+        self._records = [(layer.experts, layer.record_bytes) for layer in index.layers]
         self._routers: list[Linear] = []
         self._windows = WindowRouter(config, [layer.experts for layer in index.layers], moce)
         self.reader = reader or ExpertReader(index)
@@ -119,6 +120,11 @@ class ArenaExperts:
     def streams(self) -> bool:
         """Whether some layer has more experts than slots."""
         return self._pager.streams
+
+    @property
+    def records(self) -> list[tuple[int, int]]:
+        """Of every layer, the draft layer's last: how many experts it has, and the bytes of one's record."""
+        return list(self._records)
 
     @property
     def nbytes(self) -> int:
@@ -240,6 +246,22 @@ class ArenaExperts:
             return self._prompt(layer, x, logits, shared)
         parts = [slice(i, i + WINDOW) for i in range(0, len(x), WINDOW)]
         return _joined([self._window(layer, x[part], logits[part], shared[part]) for part in parts])
+
+    def run(self, layer: int, x: mx.array, ids: mx.array, weights: mx.array, shared: mx.array) -> mx.array:
+        """``moe`` for experts ids [T, k] with mixing weights [T, k] that the caller chose; waits for nothing.
+
+        All experts of the layer must be in memory.
+        """
+        self._refuse_closed()
+        partials = self._partials(layer, x, self._pager.row(layer)[ids])
+        return expert_combine(partials, weights, shared, x.dtype)
+
+    def unpacked(self, layer: int) -> tuple[mx.array, mx.array, mx.array]:
+        """Gate, up and down [E, out, in] of a layer whose experts are all in memory, float32."""
+        self._refuse_closed()
+        words = self._pager.row(layer)
+        gate, up, down = (expert_dequantize(words, self._pager.arena, m, mx.float32) for m in self._layers[layer])
+        return gate, up, down
 
     def _refuse_closed(self) -> None:
         if self._closed:

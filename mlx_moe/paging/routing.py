@@ -80,7 +80,12 @@ class WindowRouter:
 
 
 def divergence(logits: mx.array, ids: mx.array) -> mx.array:
-    """How much further from the router's distribution p the used mixtures are than the true ones; summed over tokens.
+    """``divergences`` summed over tokens."""
+    return divergences(logits, ids).sum()
+
+
+def divergences(logits: mx.array, ids: mx.array) -> mx.array:
+    """How much further from the router's distribution p the used mixtures are than the true ones: [T] float32.
 
     A mixture q is p on its experts S, renormalised, so KL(q, p) = -ln p(S). Of the experts S that were chosen and the
     true best S*, the difference is ln p(S*) - ln p(S): 0 where they are the same, and always finite.
@@ -91,4 +96,4 @@ def divergence(logits: mx.array, ids: mx.array) -> mx.array:
     best = mx.topk(logits, ids.shape[-1], axis=-1)
     chosen = mx.take_along_axis(logits, ids, axis=-1)
     found = mx.logsumexp(best, axis=-1) - mx.logsumexp(chosen, axis=-1)
-    return mx.maximum(found, 0.0).sum()  # equal sets in another order may differ in the last bit
+    return mx.maximum(found, 0.0)  # equal sets in another order may differ in the last bit

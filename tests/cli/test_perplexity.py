@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from checkpoints import random_weights, write
-from mlx_moe import MoceConfig, load
-from mlx_moe.cli import main
+from mlx_moe import MoceConfig, load, quality
+from mlx_moe.cli import main, perplexity
 from mlx_moe.documents import read_documents
 from mlx_moe.quality import Passage, Score, against, interval, passages, score
 from paging.streamed import write_model
@@ -174,6 +174,37 @@ def test_settings(run):
     assert rows[1]["loss_difference_95"] != other[1]["loss_difference_95"]
 
 
+def test_a_table_at_once(run):
+    """The same table from one batch as from a run per setting without read-ahead, and it says what it is."""
+    argv = ("--one-token", "--tokens", "8", "--table", "bonus=9", "cap=6,none")
+    status, rows, out, _ = run(*argv, "--at-once")
+    assert status == 0 and out.splitlines()[-1] == "all at once: read-ahead off, memory simulated"
+    one_by_one, printed = run(*argv, "--no-read-ahead")[1:3]
+    assert out.splitlines()[:-1] == printed.splitlines() and len(rows) == 3
+    for row, want in zip(rows, one_by_one, strict=True):
+        assert row.keys() == want.keys() and row["moce"] == want["moce"]
+        for name in ("hit_rate", "misses_per_token", "bytes_per_token", "agreement", "substituted_per_token", "slots"):
+            assert row[name] == want[name], name
+        assert math.isclose(row["kl_per_token"], want["kl_per_token"], rel_tol=1e-4, abs_tol=1e-6)
+        assert math.isclose(row["nats_per_token"], want["nats_per_token"], rel_tol=1e-5)
+
+
+def test_at_once_writes_what_it_has(run, tmp_path, monkeypatch):
+    """Now and then, so that a long run that ends early leaves its figures."""
+    monkeypatch.setattr(quality, "INTERIM_EVERY", 4)
+    sizes, real = [], perplexity._write
+
+    def write_json(args, rows, **changes):
+        real(args, rows, **changes)
+        written = json.loads((tmp_path / "out.json").read_text())
+        assert written["at_once"] is True and written["read_ahead"] is False and written["tokens_asked"] == 10
+        sizes.append([row["tokens"] for row in written["rows"]])  # exact, and one setting
+
+    monkeypatch.setattr(perplexity, "_write", write_json)
+    assert run("--one-token", "--at-once", "--tokens", "10", "--moce")[0] == 0
+    assert sizes == [[4, 4], [8, 8], [10, 10]]
+
+
 def test_with_all_experts_in_memory(run):
     status, rows, out, _ = run("--one-token", "--tokens", "4", "--moce", slots=40)
     assert status == 0 and rows[0]["hit_rate"] is None and rows[1]["loss_difference"] == 0 and "%" not in out[80:]
@@ -185,8 +216,14 @@ def test_model_folders(tmp_path, texts, capsys):
     folder = save_tokenizer(write(tmp_path / "m", raw, random_weights(raw)))
     call = ["perplexity", "--model", str(folder), "--text", *texts, "--one-token", "--tokens", "4"]
     assert main(call) == 0 and "exact" in capsys.readouterr().out
+    assert main([*call, "--moce", "--expert-slots", "4"]) == 0 and "0.85" in capsys.readouterr().out
     assert main([*call, "--moce"]) == 1
-    assert "cannot be used with a model folder" in capsys.readouterr().err
+    assert "whose experts are all in memory" in capsys.readouterr().err
+    assert main([*call, "--at-once", "--expert-slots", "8"]) == 1
+    assert "8 simulated slots per layer; allowed: 3" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*call, "--at-once"])
+    assert "--at-once needs --expert-slots N" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -198,6 +235,13 @@ def test_model_folders(tmp_path, texts, capsys):
         (("--one-token", "--table", "bonus="), "--table bonus=: needed", 1),
         (("--one-token", "--table", "cap=8,few"), "--table cap=8,few: 'few' is not a number", 1),
         (("--one-token", "--table", "cap=3"), "moce max_rank is 3; allowed: at least 4", 1),
+        (
+            ("--one-token", "--at-once", "--tokens", "4", "--expert-slots", "40"),
+            "40 simulated slots per layer; allowed: 4, as a",
+            1,
+        ),
+        (("--one-token", "--at-once", "--table", "cap=3"), "moce max_rank is 3; allowed: at least 4", 1),
+        (("--one-token", "--at-once", "--memory", "1MB"), "this machine has", 1),
         (("--one-token", "--moce-bonus", "1"), "--moce-bonus needs --moce", 1),
         (("--one-token", "--moce", "--moce-bonus", "1", "--table", "bonus=2"), "--moce-bonus and --table bonus=…", 1),
         (("--one-token", "--json", "/no/such/x.json"), "its folder does not exist", 1),

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from custom_kernels.dispatch import choose
-from custom_kernels.moce_route import NO_SLOT, Policy, moce_route, plain_route
+from custom_kernels.moce_route import NO_SLOT, Policy, RowPolicies, moce_route, plain_route, route_rows
 
 
 @pytest.mark.parametrize(("experts", "k"), [(1, 1), (8, 3), (512, 10), (1024, 32)])
@@ -97,3 +97,25 @@ def test_cache_aware_routing(case, resident, normalize):
 def test_bad_policies_are_named(policy):
     with pytest.raises(ValueError, match=r"bonus|keep_top|max_rank"):
         moce_route(mx.zeros((1, 32)), mx.zeros((32,), dtype=mx.uint32), 10, policy)
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize(("experts", "k"), [(40, 6), (64, 3), (9, 9), (512, 10)])
+def test_rows_of_their_own(experts, k, normalize):
+    """Each row as the op has it alone: ids in order, weights, substitutions; ties, negative zeros, extreme policies."""
+    policies = [Policy(bonus, keep, rank) for bonus in (0.0, 0.25, 0.85, 100.0) for keep in (0, 2, k, experts + 1)
+                for rank in (k, k + 2, experts, experts + 9)]  # fmt: skip
+    rng, rows = np.random.default_rng(experts), len(policies)
+    logits = np.round(rng.standard_normal((rows, experts)) * 2).astype(np.float32) / 2
+    logits[::3] *= -0.0 if experts == 9 else 1
+    words = np.where(rng.random((rows, experts)) < 0.3, 7, NO_SLOT).astype(np.uint32)
+    fields = (mx.array([getattr(policy, name) for policy in policies]) for name in ("bonus", "keep_top", "max_rank"))
+    got = route_rows(mx.array(logits), mx.array(words != NO_SLOT), k, RowPolicies(*fields), normalize)
+    changed = 0
+    for i, policy in enumerate(policies):
+        want = moce_route(mx.array(logits[i : i + 1]), mx.array(words[i]), k, policy, normalize)
+        assert mx.array_equal(got.ids[i], want.ids[0]), policy
+        assert mx.allclose(got.weights[i], want.weights[0], atol=1e-6), policy
+        assert got.substituted[i].item() == want.counts[1].item(), policy
+        changed += want.counts[1].item()
+    assert (changed > 0) == (k < experts)

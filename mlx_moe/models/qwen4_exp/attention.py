@@ -52,11 +52,7 @@ class SparseAttention(nn.Module):
         if dense:
             parts.append(self._dense(q[:, :, :dense], keys, values, start))
         if dense < T:
-            rows = [
-                self._sparse(q[b, :, dense:], index_q[b, :, dense:], keys[b], values[b], blocks[b], start + dense)
-                for b in range(B)
-            ]
-            parts.append(mx.stack(rows))
+            parts.append(self._sparse(q[:, :, dense:], index_q[:, :, dense:], keys, values, blocks, start + dense))
         out = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)  # [B, heads, T, D]
         out = out.swapaxes(1, 2) * mx.sigmoid(gate)
         return self.o_proj(out.reshape(B, T, -1))
@@ -78,7 +74,16 @@ class SparseAttention(nn.Module):
     def _sparse(
         self, q: mx.array, index_q: mx.array, keys: mx.array, values: mx.array, blocks: mx.array, start: int
     ) -> mx.array:
-        """Attention of one sequence's queries [heads, T, D] over their selected tokens -> [heads, T, D]."""
+        """Attention of queries [B, heads, T, D] over their selected tokens -> [B, heads, T, D]."""
+        if q.shape[0] > 1 and q.shape[2] == 1:
+            return self._sparse_step(q, index_q, keys, values, blocks, start)
+        rows = zip(q, index_q, keys, values, blocks, strict=True)
+        return mx.stack([self._sparse_row(*row, start) for row in rows])
+
+    def _sparse_row(
+        self, q: mx.array, index_q: mx.array, keys: mx.array, values: mx.array, blocks: mx.array, start: int
+    ) -> mx.array:
+        """Those of one sequence, [heads, T, D] -> [heads, T, D], in tiles."""
         T = q.shape[1]
         tile = 1 if T <= WINDOW else self._tile(keys, blocks)
         parts = []
@@ -89,6 +94,15 @@ class SparseAttention(nn.Module):
             parts.append(self._attend(q[:, rows].swapaxes(0, 1)[:, :, None], k, v, counts[:, None, None])[:, :, 0])
         out = parts[0] if len(parts) == 1 else mx.concatenate(parts)  # [T, heads, D]
         return out.swapaxes(0, 1)
+
+    def _sparse_step(
+        self, q: mx.array, index_q: mx.array, keys: mx.array, values: mx.array, blocks: mx.array, start: int
+    ) -> mx.array:
+        """The next token of each of several sequences, [B, heads, 1, D] -> [B, heads, 1, D], all in the same ops."""
+        tokens, counts = self.indexer.select_each(index_q, blocks, start)  # [B, 1, n], [1, n]
+        sequence, head = mx.arange(q.shape[0])[:, None, None], mx.arange(self._kv_heads)[:, None]
+        k, v = (source[sequence, head, tokens] for source in (keys, values))  # [B, Hkv, n, D]
+        return self._attend(q, k, v, counts[None, None])
 
     def _tile(self, keys: mx.array, blocks: mx.array) -> int:
         """Queries per tile so that neither gathered keys and values nor block scores exceed TILE_BYTES."""

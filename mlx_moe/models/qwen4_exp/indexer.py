@@ -68,17 +68,35 @@ class Indexer(nn.Module):
             token positions [T, budget + ratio - 1] int32, ascending within the blocks and then within the tail, and
             which of them count (the tail has 0 to ratio - 1 tokens). Equal scores go to the earlier block.
         """
-        T = q.shape[1]
-        n = (start + T) // self._ratio
+        return self._choose(self._scores(q, blocks[: (start + q.shape[1]) // self._ratio]), start)
+
+    def select_each(self, q: mx.array, blocks: mx.array, start: int) -> tuple[mx.array, mx.array]:
+        """``select`` for several sequences of equal length: q [B, heads, T, Di], blocks [B, n, Di].
+
+        Returns:
+            token positions [B, T, budget + ratio - 1], and which of them count [T, budget + ratio - 1].
+        """
+        n = (start + q.shape[2]) // self._ratio
+        scores = mx.stack([self._scores(*row) for row in zip(q, blocks[:, :n], strict=True)])
+        return self._choose(scores, start)
+
+    def _scores(self, q: mx.array, blocks: mx.array) -> mx.array:
+        """[heads, T, Di] and [n, Di] -> [T, n] float32."""
+        products = q.astype(mx.float32) @ blocks.astype(mx.float32).T
+        return mx.maximum(products, 0).sum(axis=0) * self._dim**-0.5
+
+    def _choose(self, scores: mx.array, start: int) -> tuple[mx.array, mx.array]:
+        """Scores [..., T, n] of the blocks that are complete after the last query -> positions, and which count."""
+        *lead, T, n = scores.shape
         positions = start + mx.arange(T, dtype=mx.int32)
         complete = (positions + 1) // self._ratio
-        scores = mx.maximum(q.astype(mx.float32) @ blocks[:n].astype(mx.float32).T, 0).sum(axis=0) * self._dim**-0.5
         ids = mx.arange(n, dtype=mx.int64)
         keys = ids - mx.view(scores, mx.int32).astype(mx.int64) * (1 << 24)  # all different; best first
         keys = mx.where(ids < complete[:, None], keys, 1 << 24)
-        chosen = mx.sort(mx.argpartition(keys, self._blocks - 1, axis=-1)[:, : self._blocks].astype(mx.int32), axis=-1)
+        chosen = mx.argpartition(keys, self._blocks - 1, axis=-1)[..., : self._blocks].astype(mx.int32)
         within = mx.arange(self._ratio, dtype=mx.int32)
-        tokens = (chosen[..., None] * self._ratio + within).reshape(T, -1)
+        tokens = (mx.sort(chosen, axis=-1)[..., None] * self._ratio + within).reshape(*lead, T, -1)
         tail = complete[:, None] * self._ratio + within[: self._ratio - 1]
-        counts = mx.concatenate([mx.ones(tokens.shape, dtype=mx.bool_), tail <= positions[:, None]], axis=-1)
-        return mx.concatenate([tokens, mx.minimum(tail, positions[:, None])], axis=-1), counts
+        counts = mx.concatenate([mx.ones((T, tokens.shape[-1]), mx.bool_), tail <= positions[:, None]], axis=-1)
+        tail = mx.broadcast_to(mx.minimum(tail, positions[:, None]), (*lead, *tail.shape))
+        return mx.concatenate([tokens, tail], axis=-1), counts

@@ -254,6 +254,20 @@ class Model(nn.Module):
         """Counters of streaming since the model was loaded, a paging.statistics.ExpertStats; None without streaming."""
         return self._experts.statistics()
 
+    @property
+    def experts(self) -> ExpertSource:
+        """Where routed experts come from."""
+        return self._experts
+
+    @contextlib.contextmanager
+    def taking_experts_from(self, source: ExpertSource) -> Iterator[None]:
+        """Passes inside ask another source for routed experts; windows end on the side where they began."""
+        own, self._experts = self._experts, source
+        try:
+            yield
+        finally:
+            self._experts = own
+
     def close(self) -> None:
         """End the threads that read, close the files, give the experts' memory back. The model cannot be used after.
 
