@@ -27,6 +27,7 @@ CASES = [  # every shape and every window in the fast tier, all pairs in the ful
 ]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("where", EVERYWHERE)
 @pytest.mark.parametrize(("spec", "T", "dtype"), CASES)
 def test_same_as_the_reference(where, spec, T, dtype):
@@ -50,6 +51,7 @@ def test_against_float64(where):
     assert np.abs(np.array(got[1]) - last).max() < 1e-5 * np.abs(last).max()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("where", EVERYWHERE)
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
 def test_windows_steps_and_commits_are_bit_equal(where, dtype):
