@@ -199,6 +199,7 @@ def test_resident_and_missing_experts_may_go_apart(where):
     assert all(mx.array_equal(a + b, c) for a, b, c in zip(*apart, whole, strict=True))
 
 
+@pytest.mark.full
 @everywhere
 def test_rows_per_simdgroup_change_no_bit(where):
     layer = layer_of(CASES[0])
