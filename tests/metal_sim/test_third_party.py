@@ -24,7 +24,7 @@ DTYPES = pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=["float
 
 @pytest.fixture(scope="module")
 def launched() -> Iterator[list[str]]:
-    """Kernels run on the simulator; the names of those launched. References run op by op: MLX would call g++ for each."""
+    """Names of the kernels launched so far, on the simulator. References run op by op: fusing them is g++'s work."""
     mx.disable_compile()
     try:
         with metal_on_cpu(strict_launch=False) as names:
