@@ -576,6 +576,7 @@ def check_kills(small: Path, whole: dict[str, bytes], tmp_path: Path, moments: l
     assert contents(out) == whole
 
 
+@pytest.mark.full
 def test_killed_twice(small, whole, tmp_path):
     check_kills(small, whole, tmp_path, [60, 45])
 

@@ -71,7 +71,7 @@ def oracle_model(oracle, request):
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("piece", [1, 7, 10_000])
+@pytest.mark.parametrize("piece", [pytest.param(1, marks=pytest.mark.full), 7, 10_000])
 def test_oracle_logits(oracle_model, piece):
     """Within 1e-4 of the same weights run in float64."""
     model, path = oracle_model

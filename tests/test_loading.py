@@ -87,7 +87,7 @@ def rounded(weights: dict[str, np.ndarray], dtype: mx.Dtype) -> dict[str, np.nda
 # Layouts
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("files", [1, 3])
 @pytest.mark.parametrize("prefix", ["model.", "model.language_model."])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -583,7 +583,7 @@ def test_a_model_without_a_tokenizer(plain):
 # Types
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("stored", DTYPES)
 @pytest.mark.parametrize("asked", [None, *DTYPES])
 @pytest.mark.parametrize("cpu", [True, False])
@@ -614,7 +614,7 @@ PACKINGS = [
 ]
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("dtype", "packing"),
     [("F32", packing) for packing in PACKINGS] + [("BF16", packing) for packing in PACKINGS[4:5] + PACKINGS[-3:]],

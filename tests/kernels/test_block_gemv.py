@@ -48,7 +48,7 @@ def _width(format: BlockFormat) -> int:
     return 640 if 640 % format.block_weights == 0 else 768
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @everywhere
 @every_format
 def test_decoders_are_bit_equal(where, format):
@@ -79,7 +79,7 @@ def test_dequantize_rounds_once(where, name, dtype):
         assert got.dtype == dtype and mx.array_equal(got, naive_block_dequantize(blocks, format, dtype)), name
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @everywhere
 @every_format
 def test_gemv_against_float64(where, format):
@@ -118,6 +118,7 @@ def test_a_row_has_the_same_bits_in_every_window(where, name, K, dtype):
         assert mx.array_equal(naive_block_gemv(x[rows], w, format), naive_block_gemv(x, w, format)[rows])
 
 
+@pytest.mark.full
 @everywhere
 def test_rows_per_simdgroup_change_no_bit(where):
     format = format_by_name("IQ2_XS")

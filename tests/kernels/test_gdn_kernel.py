@@ -23,7 +23,7 @@ WINDOWS = [(1, mx.float32), (8, mx.float32), (3, mx.bfloat16), (2, mx.float16)]
 CASES = [pytest.param(spec, *window, id=f"{spec}-{window}") for spec in SPECS for window in WINDOWS]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("where", EVERYWHERE)
 @pytest.mark.parametrize(("spec", "T", "dtype"), CASES)
 def test_same_as_the_reference(where, spec, T, dtype):

@@ -11,7 +11,7 @@ from proof import EVERYWHERE, outputs
 from test_route import CASES, route_inputs
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("where", EVERYWHERE)
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize(("resident", "normalize"), [(0.4, True), (0.0, False), (1.0, True)])

@@ -108,7 +108,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any], np.ndarray]] = {
 }
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("case", CASES)
 def test_right_kernels(run_body, case):
     body, header, arguments, expected = CASES[case]
@@ -219,7 +219,7 @@ def test_rms_norm_contracted():
     assert is_close(y, expected)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("old", "new"), MUTANTS)
 def test_mutants_of_rms_norm_are_noticed(old, new):
     assert old in RMS_NORM

@@ -66,7 +66,7 @@ def check(name: str, got: mx.array, expected: mx.array, dtype: mx.Dtype) -> None
     assert error <= TOLERANCE[dtype], f"{name}: error {error:.2e} of the largest element"
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @DTYPES
 @pytest.mark.parametrize("gate", ["scalar", "vector"])
 @pytest.mark.parametrize("masked", [False, True], ids=["unmasked", "masked"])

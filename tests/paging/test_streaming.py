@@ -61,7 +61,7 @@ def same(model, resident) -> bool:
 # Output
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("slots", SLOTS)
 def test_output_does_not_depend_on_the_arena(path, resident, slots):
     with opened(path, slots) as model:
@@ -228,7 +228,7 @@ def fails(model, pattern: str, cache=None) -> None:
         assert all(np.array_equal(a, b) for a, b in zip(bits(cache), before, strict=True))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["EIO", "end", "EMFILE", "third"])
 def test_faults_that_go_away(copied, resident, monkeypatch, kind):
     """The call raises and names file and expert; the cache is as before; the next request works."""
@@ -283,7 +283,7 @@ def test_a_failed_read_ahead_costs_a_counter(path, resident, monkeypatch):
         assert same(model, resident) and model.experts_stats.ahead_failed > 5
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("change", ["truncated", "written", "replaced", "gone"])
 def test_files_that_change_under_us(copied, resident, change):
     """An error, no wrong text; a file that is only moved away while it is open goes on."""
