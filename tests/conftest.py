@@ -45,12 +45,16 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of tests marked ``sample(n)`` n cases drawn at random stay in the fast tier; the others move to the full one."""
-    cases: dict[str, list[pytest.Item]] = {}
+    """Of tests marked ``sample(n)`` n cases drawn at random stay in the fast tier; the others move to the full one.
+
+    Of those with a parameter ``where`` (simulator, GPU) n at each place. Cases marked full are not drawn.
+    """
+    cases: dict[tuple[str, object], list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("sample"):
-            cases.setdefault(item.nodeid.split("[")[0], []).append(item)
-    for name, group in cases.items():
+        if item.get_closest_marker("sample") and not item.get_closest_marker("full"):
+            where = item.callspec.params.get("where")
+            cases.setdefault((item.nodeid.split("[")[0], where), []).append(item)
+    for (name, _), group in cases.items():
         (count,) = group[0].get_closest_marker("sample").args
         rng = random.Random(f"{name} {config.getoption('--sample-seed')}")
         for item in rng.sample(group, max(0, len(group) - count)):

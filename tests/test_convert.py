@@ -122,6 +122,7 @@ def checkpoint(request, tmp_path_factory) -> Path:
     return write_layout(tmp_path_factory.mktemp(request.param), wide_config(), request.param, mtp=True)
 
 
+@pytest.mark.sample(1)
 def test_default_types(checkpoint, tmp_path):
     """IQ2_XS and Q2_0 experts, since 64 divides 192; an IQ4_NL table; matrices in 8 bits, norms as they are."""
     pack = convert(checkpoint, tmp_path / "pack")
@@ -158,6 +159,7 @@ def test_layouts_give_the_same_experts(tmp_path):
     assert one == two
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", EXPERT_FORMATS)
 def test_every_expert_type(tmp_path, name):
     raw = wide_config(moe_intermediate_size=256, num_experts=2, num_experts_per_tok=1)
@@ -574,6 +576,7 @@ def check_kills(small: Path, whole: dict[str, bytes], tmp_path: Path, moments: l
     assert contents(out) == whole
 
 
+@pytest.mark.full
 def test_killed_twice(small, whole, tmp_path):
     check_kills(small, whole, tmp_path, [60, 45])
 

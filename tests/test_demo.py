@@ -114,6 +114,7 @@ def _is_python(text: str) -> bool:
         return False
 
 
+@pytest.mark.full
 def test_default_load_writes_code_that_parses(demo):
     """Greedy text after a function header is a body: up to the first blank line most of it is valid Python."""
     texts = [(header + generate(*demo, header, max_tokens=40)).split("\n\n")[0] for header in HEADERS]

@@ -70,6 +70,7 @@ def oracle_model(oracle, request):
     return load_model(path, mx.float32)[0], path
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("piece", [pytest.param(1, marks=pytest.mark.full), 7, 10_000])
 def test_oracle_logits(oracle_model, piece):
     """Within 1e-4 of the same weights run in float64."""
@@ -88,6 +89,7 @@ def test_oracle_against_llama_cpp(oracle_model):
     assert (got.argmax(axis=-1) == want.argmax(axis=-1)).mean() >= 0.9
 
 
+@pytest.mark.sample(1)
 def test_oracle_greedy_text(oracle_model):
     """That of the weights in float64, as far as the file has it."""
     model, path = oracle_model
@@ -118,6 +120,7 @@ def made(tmp_path_factory):
     return get
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("shape", ODD)
 def test_logits_of_the_folder(made, shape):
     """Unquantised, a file gives the checkpoint's logits, in pieces of any size, and its draft layer's."""
@@ -165,6 +168,7 @@ def _bits(cache) -> list[np.ndarray]:
     ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
 def test_window_rows_are_bit_equal_to_steps(tmp_path, dtype):
     """Logits and states of windows of 2 to 8 tokens, before and beyond the attention budget."""

@@ -30,6 +30,7 @@ def logits_of(model, ids=IDS) -> np.ndarray:
     return np.array(model(mx.array(ids[None]))[0])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_logits_of_a_checkpoint(layout, tmp_path):
     """With nothing rounded the pack is the same model, in pieces and windows too, its draft layer included."""
@@ -69,6 +70,7 @@ def test_no_logit_of_a_gguf_changes(tmp_path):
     assert np.array_equal(want, got)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["IQ2_XS-IQ4_NL-Q8_0", "IQ2_S-Q2_0-Q6_K"])
 def test_no_logit_of_the_oracle_changes(name, oracle, tmp_path):
     ids = np.load(oracle / f"{name}.f32.npz")["tokens"][:96]

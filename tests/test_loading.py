@@ -87,6 +87,7 @@ def rounded(weights: dict[str, np.ndarray], dtype: mx.Dtype) -> dict[str, np.nda
 # Layouts
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("files", [1, 3])
 @pytest.mark.parametrize("prefix", ["model.", "model.language_model."])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -195,6 +196,7 @@ def fp8_checkpoint(raw: dict[str, Any], scale_type: mx.Dtype) -> tuple[dict[str,
     return stored, weights
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("prefix", ["model.", "model.language_model."])
 @pytest.mark.parametrize(
     "changes",
@@ -581,6 +583,7 @@ def test_a_model_without_a_tokenizer(plain):
 # Types
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("stored", DTYPES)
 @pytest.mark.parametrize("asked", [None, *DTYPES])
 @pytest.mark.parametrize("cpu", [True, False])
@@ -611,6 +614,7 @@ PACKINGS = [
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("dtype", "packing"),
     [("F32", packing) for packing in PACKINGS] + [("BF16", packing) for packing in PACKINGS[4:5] + PACKINGS[-3:]],
@@ -678,6 +682,7 @@ def test_packed_files_without_their_section_are_refused(tmp_path, plain):
     assert ".scales" in message and "quantization" in message
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(
     ("part", "kind"),
     [
@@ -754,6 +759,7 @@ def test_lazy_loading_in_the_loading_thread(plain, reference):
     assert greedy(model) == greedy(load_model(plain, mx.float32)[0])
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("mode", ["affine", "mxfp4", "mxfp8", "nvfp4"])
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16])
 def test_packed_weights_compute_in_the_type_asked_for(tmp_path, mode, dtype):

@@ -107,6 +107,7 @@ def test_prompts_take_the_plain_router(path):
         assert not mx.array_equal(plain(one, cache=caches[0]), model(one, cache=caches[1]))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("read_ahead", "slowest_s"), [(True, 0.003), (False, 0.001), pytest.param(True, 0.02, marks=pytest.mark.full)]
 )

@@ -31,9 +31,9 @@ def test_parts_add_up_and_the_disk_shows(path, monkeypatch):
     with model:
         *parts, quick = stream_generate(model, tokenizer, "the test", max_tokens=6)
         assert all(part.profile is None for part in parts) and quick.profile.tokens == 5
-        slow_reads(monkeypatch, 0.01)
-        *_, slow = stream_generate(model, tokenizer, "the test", max_tokens=6)
         (only,) = stream_generate(model, tokenizer, "the test", max_tokens=1)
+        slow_reads(monkeypatch, 0.01)
+        *_, slow = stream_generate(model, tokenizer, "the test", max_tokens=4)
     for profile in (quick.profile, slow.profile):
         parts = profile.host_ms, profile.device_ms, profile.disk_ms
         assert min(parts) > 0 and sum(parts) == pytest.approx(profile.token_ms)

@@ -312,6 +312,7 @@ def reference_text(folder) -> list[int]:
         return greedy(folder)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("op", ["gdn_step", "moce_route"])
 def test_a_broken_kernel_falls_back_and_the_text_stays(simulated_gpu, monkeypatch, caplog, folder, reference_text, op):
     change_kernel(monkeypatch, op, header=WRONG_BASE)

@@ -929,6 +929,7 @@ PAGING = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("flags", PAGING, ids=" ".join)
 def test_paging(run, streamed, monkeypatch, flags):
     """Slots per layer, threads, read-ahead, direct reads; the text is the same."""
@@ -967,6 +968,7 @@ MOCE = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("flags", MOCE, ids=" ".join)
 def test_moce(run, streamed, monkeypatch, tmp_path, flags):
     """Settings reach the model (what each changes: tests/test_moce.py), and what they did the statistics."""

@@ -51,6 +51,7 @@ def test_model_and_out(call):
     assert_refused(call(), "holds other files")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("flags", "found"),
     [

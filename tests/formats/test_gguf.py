@@ -149,6 +149,7 @@ def test_a_file_that_changes_after_opening(path):
         file.read("a")
 
 
+@pytest.mark.full
 def test_a_large_vocabulary_is_fast_and_small(path):
     count = 250_000
     tokens = [f"token{i}" for i in range(count)]

@@ -48,6 +48,7 @@ def _width(format: BlockFormat) -> int:
     return 640 if 640 % format.block_weights == 0 else 768
 
 
+@pytest.mark.sample(4)
 @everywhere
 @every_format
 def test_decoders_are_bit_equal(where, format):
@@ -67,6 +68,7 @@ def test_decoders_are_bit_equal_when_the_compiler_fuses(format):
     _assert_bit_equal(got, np.array(naive_dequantize(blocks, format)), format.name)
 
 
+@pytest.mark.sample(1)
 @everywhere
 @pytest.mark.parametrize(("name", "dtype"), [("IQ2_XS", mx.bfloat16), ("Q5_K", mx.bfloat16), ("Q8_0", mx.float16)])
 def test_dequantize_rounds_once(where, name, dtype):
@@ -77,6 +79,7 @@ def test_dequantize_rounds_once(where, name, dtype):
         assert got.dtype == dtype and mx.array_equal(got, naive_block_dequantize(blocks, format, dtype)), name
 
 
+@pytest.mark.sample(4)
 @everywhere
 @every_format
 def test_gemv_against_float64(where, format):
@@ -100,6 +103,7 @@ WINDOWS = [
 ]
 
 
+@pytest.mark.sample(2)
 @everywhere
 @pytest.mark.parametrize(("name", "K", "dtype"), WINDOWS, ids=str)
 def test_a_row_has_the_same_bits_in_every_window(where, name, K, dtype):
@@ -114,6 +118,7 @@ def test_a_row_has_the_same_bits_in_every_window(where, name, K, dtype):
         assert mx.array_equal(naive_block_gemv(x[rows], w, format), naive_block_gemv(x, w, format)[rows])
 
 
+@pytest.mark.full
 @everywhere
 def test_rows_per_simdgroup_change_no_bit(where):
     format = format_by_name("IQ2_XS")

@@ -125,6 +125,7 @@ def layer_of(case: Case) -> Layer:
     return Layer(case)
 
 
+@pytest.mark.sample(2)
 @everywhere
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_against_float64(where, case):
@@ -152,6 +153,7 @@ def _halves(layer: Layer, x: mx.array, words: mx.array, where: str) -> tuple[mx.
     return h, outputs(expert_down_launch(h, words, layer.arena, layer.down), where)[0]
 
 
+@pytest.mark.sample(1)
 @everywhere
 @pytest.mark.parametrize(
     ("case", "dtype"),
@@ -172,6 +174,7 @@ def test_unpacked_experts_are_the_matrices(where, case, dtype):
         assert mx.array_equal(naive_expert_dequantize(words, layer.arena, matrix, dtype), want), matrix
 
 
+@pytest.mark.sample(1)
 @everywhere
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16])
 def test_a_pair_has_the_same_bits_in_every_window(where, dtype):
@@ -196,6 +199,7 @@ def test_resident_and_missing_experts_may_go_apart(where):
     assert all(mx.array_equal(a + b, c) for a, b, c in zip(*apart, whole, strict=True))
 
 
+@pytest.mark.full
 @everywhere
 def test_rows_per_simdgroup_change_no_bit(where):
     layer = layer_of(CASES[0])
@@ -252,6 +256,7 @@ def test_one_chunk_and_one_pair(where):
     )
 
 
+@pytest.mark.sample(1)
 @everywhere
 @pytest.mark.parametrize(("dtype", "limit"), [(mx.float32, 1e-6), (mx.bfloat16, 1e-2), (mx.float16, 1e-3)])
 def test_combine_against_float64(where, dtype, limit):

@@ -160,6 +160,7 @@ def _odd_scales(rows: int, columns: int, dtype: mx.Dtype) -> mx.array:
     return mx.array(bits.view(np.float32) if dtype == mx.float32 else (bits >> 16).astype(np.uint16)).view(dtype)
 
 
+@pytest.mark.sample(2)
 @everywhere
 @both_dtypes
 @pytest.mark.parametrize("shape", [(1, 8), (130, 200), (300, 640)], ids=str)
@@ -187,6 +188,7 @@ def test_dequantize_rounds_once(where):
     assert mx.array_equal(got, naive_block_dequantize(blocks, F8_E4M3, mx.bfloat16, scales))
 
 
+@pytest.mark.sample(1)
 @everywhere
 @pytest.mark.parametrize(
     ("N", "K", "dtype"), [(37, 192, mx.bfloat16), (150, 640, mx.float32), (300, 200, mx.bfloat16)], ids=str
@@ -202,6 +204,7 @@ def test_gemv_against_float64(where, N, K, dtype):
         assert got.dtype == mx.float32 and error < 1e-5, f"{name}: relative error {error:.1e}"
 
 
+@pytest.mark.sample(1)
 @everywhere
 @pytest.mark.parametrize(("K", "dtype"), [(640, mx.bfloat16), (192, mx.float16)], ids=str)
 def test_a_row_has_the_same_bits_in_every_window(where, K, dtype):
@@ -272,6 +275,7 @@ IDS = np.array([[0, 1, -1], [2, 2, 0], [-1, 1, 2]])
 """Of 3 tokens: repeated, missing, every chunk."""
 
 
+@pytest.mark.sample(1)
 @everywhere
 @pytest.mark.parametrize("up", ["F8_E4M3", "Q8_0"])
 def test_experts_against_float64(where, up):
@@ -296,6 +300,7 @@ def test_experts_against_float64(where, up):
         assert not exact(got)[IDS < 0].any(), f"{name}: a missing expert gives something"
 
 
+@pytest.mark.sample(1)
 @everywhere
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
 def test_unpacked_experts_are_the_matrices(where, dtype):

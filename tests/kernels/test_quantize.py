@@ -197,6 +197,7 @@ def test_shapes(format, shape):
     assert np.array_equal(np.array(packed).reshape(alone.shape), alone), "a row alone has other bytes"
 
 
+@pytest.mark.sample(1)
 @each
 def test_tiles_and_calls_give_the_same_bytes(format, monkeypatch):
     x, h = _gaussian(9, 1280), _importance(1280)
@@ -228,6 +229,7 @@ def test_dtypes_and_strides(format):
     assert mx.array_equal(quantize(across, format), want).item()
 
 
+@pytest.mark.sample(1)
 @each
 def test_importance_shapes(format, monkeypatch):
     monkeypatch.setattr(entry, "_TILE", 1024)
@@ -330,6 +332,7 @@ def _peak_bytes(rows: int, format: BlockFormat) -> int:
     return mx.get_peak_memory() - before - 2 * packed.nbytes
 
 
+@pytest.mark.sample(1)
 @each
 def test_memory_is_bounded(format):
     assert _peak_bytes(400, format) < LIMIT_BYTES

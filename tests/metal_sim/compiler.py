@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 
@@ -34,6 +35,7 @@ _KEEP_S = 14 * 86400  # libraries that no run has used for this long are removed
 _COMMON = [
     *("-x", "c++", "-std=c++14", "-fPIC", "-O2", "-fno-exceptions", "-fno-rtti", "-fno-math-errno"),
     *("-Wno-unknown-attributes", "-Wno-ignored-attributes", "-Wno-c++11-narrowing", "-Wno-psabi"),
+    "-g0",  # zig would add what debuggers read; lines in messages come from elsewhere
 ]
 _KERNEL = [
     # Round every half and bfloat operation, as the chip does
@@ -81,14 +83,19 @@ def build(cpp: str, contract: bool = False) -> Path:
         source.write_text(cpp)
         # -c always: anything else ends in a link, for which zig first builds libc++ from its source.
         compiling = ["c++", *_target(), *flags, *_includes(), "-c", str(source), "-o"]
-        checked = _zig(work, *compiling, str(spaced))
+        # What runs is compiled without address spaces, because clang checks alignment in the default one alone.
+        # Both at once, for there are hundreds of kernels; clang finds what it finds without optimising, too.
+        with ThreadPoolExecutor(1) as beside:
+            checking = beside.submit(_zig, work, *compiling, str(spaced), "-O0")
+            flattened = _zig(work, *compiling, str(flat), "-DMSL_FLAT")
+            checked = checking.result()
         if errors := _errors(checked):
             raise MetalError(errors)
-        # What runs is compiled without address spaces, because clang checks alignment in the default one alone.
-        # Helpers that differ only in the space of their arguments stop that; then alignment goes unchecked.
-        flattened = _zig(work, *compiling, str(flat), "-DMSL_FLAT")
         if flattened.returncode and checked.returncode:
             raise MetalError(_errors(flattened) or flattened.stderr.strip())
+        if flattened.returncode:
+            # Helpers that differ only in the space of their arguments stop that; then alignment goes unchecked.
+            _zig(work, *compiling, str(spaced)).check_returncode()
         kernel = spaced if flattened.returncode else flat
         # The linker by itself, for the same reason; kernels need no libc++.
         linking = _zig(work, "ld.lld", "-shared", str(kernel), str(runtime), "-o", str(linked))

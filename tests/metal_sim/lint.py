@@ -6,6 +6,7 @@ Text rules, so deliberately narrow: each is tested on wrong kernels and on kerne
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 from .source import Trace, expand_space_macros
 
@@ -52,10 +53,15 @@ Finding = tuple[int, str]  # (line, what is wrong)
 
 def lint(trace: Trace) -> list[str]:
     """What is wrong with a kernel's text, one message a line; empty where nothing is."""
-    text = _blank(_COMMENT, expand_space_macros(trace.text))
-    header = _blank(_DIRECTIVE, _blank(_COMMENT, expand_space_macros(trace.header)))
-    found = [*_pointers(text), *_names(text), *_globals(header), *_recursion(header)]
-    return [f"kernel.metal:{line}: lint: {why}{trace.line(line)}" for line, why in sorted(set(found))]
+    return [f"kernel.metal:{line}: lint: {why}{trace.line(line)}" for line, why in _findings(trace.text, trace.header)]
+
+
+@lru_cache(maxsize=32)
+def _findings(text: str, header: str) -> list[Finding]:
+    """In order of lines; kept, since each schedule asks again."""
+    text = _blank(_COMMENT, expand_space_macros(text))
+    header = _blank(_DIRECTIVE, _blank(_COMMENT, expand_space_macros(header)))
+    return sorted({*_pointers(text), *_names(text), *_globals(header), *_recursion(header)})
 
 
 def _blank(pattern: re.Pattern[str], text: str) -> str:

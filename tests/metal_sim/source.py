@@ -107,8 +107,9 @@ def _arguments(text: str) -> tuple[list[str], list[str]]:
     return expressions, names
 
 
+@lru_cache(maxsize=32)
 def translate(text: str) -> tuple[str, list[str]]:
-    """Metal text -> (C++ text, names of the kernel's buffers)."""
+    """Metal text -> (C++ text, names of the kernel's buffers). Kept, since each schedule asks again."""
     text = expand_space_macros(text)
     text = _FLOAT_LITERAL.sub(r"\1f", text)  # a literal without suffix is a float in Metal
     instantiation = _INSTANTIATION.search(text)

@@ -108,6 +108,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any], np.ndarray]] = {
 }
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("case", CASES)
 def test_right_kernels(run_body, case):
     body, header, arguments, expected = CASES[case]
@@ -115,6 +116,7 @@ def test_right_kernels(run_body, case):
     np.testing.assert_array_equal(np.array(output.astype(mx.float32)), expected)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "dtype", [mx.float16, mx.bfloat16, mx.int8, mx.uint8, mx.int16, mx.uint16, mx.uint32, mx.int64, mx.bool_]
 )
@@ -217,6 +219,7 @@ def test_rms_norm_contracted():
     assert is_close(y, expected)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("old", "new"), MUTANTS)
 def test_mutants_of_rms_norm_are_noticed(old, new):
     assert old in RMS_NORM

@@ -171,6 +171,7 @@ LAUNCHES: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("case", LANGUAGE)
 def test_text_that_is_not_metal(run_body, case):
     body, header, arguments, message = LANGUAGE[case]
@@ -178,6 +179,7 @@ def test_text_that_is_not_metal(run_body, case):
         run_body(body, header, **arguments)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("case", MEMORY)
 def test_memory(run_body, case):
     body, message = MEMORY[case]
@@ -185,6 +187,7 @@ def test_memory(run_body, case):
         run_body(body, limit_s=1 if "endless" in case else 60)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", ORDER)
 def test_order_and_divergence(run_body, case):
     body, message = ORDER[case]

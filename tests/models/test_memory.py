@@ -37,12 +37,11 @@ def _check_linear(model, lengths: list[int], step: int | None) -> None:
         assert grown < allowed, f"peaks {[round(p / 1e6, 1) for p in peaks]} MB for {lengths} tokens"
 
 
-def test_pieces(model):
-    _check_linear(model, [1024, 2048, 4096], step=512)
-
-
-def test_one_pass(model):
-    _check_linear(model, [512, 1024, 2048], step=None)
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(("lengths", "step"), [([1024, 2048, 4096], 512), ([512, 1024, 2048], None)])
+def test_linear_in_the_prompt(model, lengths, step):
+    """In pieces and in one pass."""
+    _check_linear(model, lengths, step)
 
 
 @pytest.mark.full

@@ -60,6 +60,7 @@ def same(model, resident) -> bool:
 # Output
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("slots", SLOTS)
 def test_output_does_not_depend_on_the_arena(path, resident, slots):
     with opened(path, slots) as model:
@@ -88,7 +89,8 @@ def test_output_under_long_delays(path, resident, monkeypatch, slots, threads, r
         assert same(model, resident)
 
 
-@pytest.mark.parametrize("slots", [pytest.param(s, marks=[pytest.mark.full] if s != 12 else []) for s in (8, 12, 15)])
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("slots", [8, 12, 15])
 @pytest.mark.parametrize("name", ["IQ2_XS-IQ4_NL-Q8_0", "IQ2_S-Q2_0-Q6_K"])
 def test_files_of_llama_cpp(oracle, name, slots):
     file = oracle / f"{name}.gguf"
@@ -259,6 +261,7 @@ def fails(model, pattern: str, cache=None) -> None:
         assert all(np.array_equal(a, b) for a, b in zip(bits(cache), before, strict=True))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["EIO", "end", "EMFILE", "third"])
 def test_faults_that_go_away(copied, resident, monkeypatch, kind):
     """The call raises and names file and expert; the cache is as before; the next request works."""
@@ -313,6 +316,7 @@ def test_a_failed_read_ahead_costs_a_counter(path, resident, monkeypatch):
         assert same(model, resident) and model.experts_stats.ahead_failed > 5
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("change", ["truncated", "written", "replaced", "gone"])
 def test_files_that_change_under_us(copied, resident, change):
     """An error, no wrong text; a file that is only moved away while it is open goes on."""
@@ -506,12 +510,14 @@ def test_the_command_plans_for_its_pieces(tmp_path, capsys):
         assert ("are needed" in capsys.readouterr().err) != enough
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("io", ["direct", "buffered"])
 def test_ways_to_read(path, resident, io):
     with opened(path, 8, io=io) as model:
         assert same(model, resident)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("io", ["direct", None])
 def test_direct_reads_that_cannot_be_are_said_once(path, resident, caplog, monkeypatch, io):
     """Once, whatever the reason; a warning only where direct reads were asked for."""

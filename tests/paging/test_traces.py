@@ -64,6 +64,7 @@ def _run_oracle(oracle: Oracle, ids: np.ndarray) -> None:
         todo = todo[len(wave) :]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("slots", [6, 8, 12, 20, 39])
 @pytest.mark.parametrize("name", TRACES.files)
 def test_the_engine_agrees_with_the_oracle(index, monkeypatch, name, slots):
