@@ -12,9 +12,9 @@ from mlx_moe.formats import gguf_tokenizer
 from mlx_moe.formats.gguf import open_gguf
 from mlx_moe.formats.tokenizer import has_tokenizer, load_tokenizer
 from mlx_moe.gguf_loading import is_gguf
-from mlx_moe.paging.moce import MoceConfig
 from mlx_moe.paging.plan import Wanted
 from mlx_moe.paging.reader import THREADS
+from mlx_moe.routing_settings import Moce
 from mlx_moe.runtime import load_model, model_folder
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def load(
     io_threads: int = THREADS,
     read_ahead: bool = True,
     io: str | None = None,
-    moce: MoceConfig | None = None,
+    moce: Moce = None,
     prefill_step_size: int = Wanted.prefill_step_size,
     usage: bool = True,
     seed_residency: str | None = None,

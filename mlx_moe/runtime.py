@@ -24,9 +24,9 @@ from mlx_moe.models.qwen4_exp import sanitize as names
 from mlx_moe.models.qwen4_exp.gguf_names import is_streamed
 from mlx_moe.pack_loading import load_pack
 from mlx_moe.paging.budget import Paging
-from mlx_moe.paging.moce import MoceConfig
 from mlx_moe.paging.plan import Wanted
 from mlx_moe.paging.reader import THREADS
+from mlx_moe.routing_settings import Moce, moce_settings
 from mlx_moe.verdicts import require_kernels
 from mlx_moe.weights import (
     DTYPES,
@@ -70,7 +70,7 @@ def load_model(
     io_threads: int = THREADS,
     read_ahead: bool = True,
     io: str | None = None,
-    moce: MoceConfig | None = None,
+    moce: Moce = None,
     prefill_step_size: int = Wanted.prefill_step_size,
     usage: bool = True,
     seed_residency: str | None = None,
@@ -105,7 +105,8 @@ def load_model(
         read_ahead: read what the next layer will probably need.
         io: "direct" past the page cache, with a warning where that cannot be, or "buffered"; None is direct, quietly.
         moce: prefer experts in memory (cache-aware routing); output then depends on how many there are and on what was
-            in memory before. None is the plain router.
+            in memory before. True takes the model's own settings (generation_config.json, else MoceConfig's), a mapping
+            changes some of those. None is the plain router.
         prefill_step_size: prompt tokens per pass that memory is planned for; name the same to what generates.
         usage: where experts stream, learn which are used and remember it in a small file, beside the model or in the
             user's cache folder; False neither reads nor writes it.
@@ -140,7 +141,7 @@ def load_model(
         io_threads=io_threads,
         read_ahead=read_ahead,
         io=io,
-        moce=moce,
+        moce=moce_settings(source, moce),
         prefill_step_size=prefill_step_size,
         usage=usage,
         seed_residency=seed_residency,

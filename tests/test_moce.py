@@ -75,8 +75,8 @@ def test_settings_that_cannot_be(settings, message):
 def test_a_rank_below_what_a_token_uses(path):
     with pytest.raises(ValueError, match="moce max_rank is 3; allowed: at least 4, as a token uses"):
         opened(path, SLOTS, moce=MoceConfig(max_rank=3))
-    with pytest.raises(ValueError, match="moce is True; needed: a MoceConfig, or None"):
-        opened(path, SLOTS, moce=True)
+    with pytest.raises(ValueError, match="moce is 3; needed: a MoceConfig, True, or None"):
+        opened(path, SLOTS, moce=3)
 
 
 # Output

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
-    from mlx_moe.paging.moce import MoceConfig
+    pass
 
 DTYPES = ("float32", "bfloat16", "float16")
 EVERY = "none"
@@ -123,12 +123,19 @@ def _add_usage(out: argparse.ArgumentParser) -> None:
 
 
 def _add_moce(out: argparse.ArgumentParser) -> None:
-    """Cache-aware routing. Defaults are MoceConfig's, so absent ones are None."""
+    """Cache-aware routing. Defaults are the model's own or MoceConfig's, so absent ones are None."""
     out.add_argument("--moce", action="store_true", help="prefer experts in memory while decoding; changes output")
-    out.add_argument("--moce-bonus", type=float, metavar="X", help="on their logits, 0 for none (default: 0.85)")
-    out.add_argument("--moce-keep-top", type=int, metavar="N", help="best experts taken as they are (default: 3)")
     out.add_argument(
-        "--moce-max-rank", type=_rank, metavar="N", help="promote from the N best, or 'none' for all (default: 24)"
+        "--moce-bonus", type=float, metavar="X", help="on their logits, 0 for none (default: the model's, else 0.85)"
+    )
+    out.add_argument(
+        "--moce-keep-top", type=int, metavar="N", help="best experts taken as they are (default: likewise, 3)"
+    )
+    out.add_argument(
+        "--moce-max-rank",
+        type=_rank,
+        metavar="N",
+        help="promote from the N best, or 'none' for all (default: same, 24)",
     )
 
 
@@ -148,13 +155,11 @@ def paging(args: argparse.Namespace) -> dict[str, Any]:
     return given if settings is None else given | {"moce": settings}
 
 
-def moce(args: argparse.Namespace, measure: bool = False) -> MoceConfig | None:
-    """Cache-aware routing as asked for; None without --moce, which its settings need (ValueError).
+def moce(args: argparse.Namespace, measure: bool = False) -> dict[str, Any] | None:
+    """Changes to the model's own cache-aware routing; None without --moce, which they need (ValueError).
 
     measure: count divergences whether or not statistics are to be written.
     """
-    from mlx_moe.paging.moce import MoceConfig
-
     names = ("bonus", "keep_top", "max_rank")
     given = {name: value for name in names if (value := getattr(args, f"moce_{name}")) is not None}
     if not args.moce:
@@ -163,7 +168,7 @@ def moce(args: argparse.Namespace, measure: bool = False) -> MoceConfig | None:
         return None
     if given.get("max_rank") == EVERY:
         given["max_rank"] = None
-    return MoceConfig(**given, measure=measure or getattr(args, "stats_json", None) is not None)
+    return given | {"measure": measure or getattr(args, "stats_json", None) is not None}
 
 
 def add_sampling(out: argparse.ArgumentParser, temp: float | None, top_p: float | None, top_k: int | None) -> None:

@@ -111,12 +111,15 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _settings(args: argparse.Namespace) -> list[MoceConfig | None]:
     """The exact router, always and first, then what was asked for. Raises ValueError, naming the option."""
-    from mlx_moe.paging.moce import MoceConfig
+    from mlx_moe.routing_settings import moce_settings
+    from mlx_moe.runtime import model_folder
 
     asked = options.moce(args, measure=True)
+    if args.table is None and asked is None:
+        return [None]
+    base = moce_settings(model_folder(args.model), asked or {"measure": True})
     if args.table is None:
-        return [None] if asked is None else [None, asked]
-    base = asked or MoceConfig(measure=True)
+        return [None, base]
     grid: dict[str, list[Any]] = {}
     for part in args.table:
         name, _, values = part.partition("=")

@@ -22,6 +22,7 @@ from checkpoints import random_weights, write
 from mlx_moe import MoceConfig, load, runtime, streaming
 from mlx_moe.cli import VERBS, main, options, session
 from mlx_moe.cli.chat import HELP, Conversation
+from mlx_moe.routing_settings import moce_settings
 from mlx_moe.sampling import ANSWERING, THINKING, Sampling, chat_sampling
 from paging.streamed import ceiling, write_model
 from tiny_tokenizer import END_THINK, TEMPLATE, THINK, save_tokenizer, short_config
@@ -977,7 +978,8 @@ def test_moce(run, streamed, monkeypatch, tmp_path, flags):
     call = ("generate", "--model", streamed, "-p", "the test", "-m", "4", "--verbose", "F", "--expert-slots", "9")
     assert run(*call, *flags, "--stats-json", tmp_path / "s.json").status == 0
     experts = json.loads((tmp_path / "s.json").read_text())["experts"]
-    assert seen == [MOCE[flags] and replace(MOCE[flags], measure=True)]
+    asked = moce_settings(tmp_path, seen[0])
+    assert asked == (MOCE[flags] and replace(MOCE[flags], measure=True))
     if MOCE[flags] is None:
         assert experts["substituted"] == experts["kl"] == 0 and experts["agreement"] == 1
     elif "5" not in flags:
