@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import mlx.core as mx
 import pytest
 
 from mlx_moe import load, stream_generate
 from mlx_moe.models.qwen4_exp import Model
+from paging.streamed import delayed
 
 PROMPTS = (
     "Once upon a time there was a small",
@@ -47,6 +50,16 @@ def test_text_of_every_arena(resident, slots, threads, read_ahead):
         for other in (6, 40, slots):
             model.resize_experts(other)
             assert texts(model, tokenizer, PROMPTS[:1]) == resident[:1]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("slots", "threads"), [(8, 8), (12, 2), (20, 1)])
+def test_text_under_slow_reads(resident, monkeypatch, slots, threads):
+    """0 to 20 ms more for each."""
+    model, tokenizer = load(dtype=mx.float32, expert_slots=slots, io_threads=threads)
+    with model:
+        monkeypatch.setattr(os, "preadv", delayed(0.02))
+        assert texts(model, tokenizer, PROMPTS[1:3]) == resident[1:3]
 
 
 @pytest.mark.sample(1)

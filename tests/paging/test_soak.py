@@ -46,7 +46,7 @@ class Life:
         self.prompts = [tokens(length, seed=length) for length in LENGTHS]
         with opened(path) as whole:
             self.texts = [greedy(whole, TOKENS, prompt) for prompt in self.prompts]
-        self.model: Model = opened(path, 10, io_threads=self.rng.choice((1, 2, 8)))
+        self.model: Model = opened(path, 10, io_threads=self.rng.choice((1, 2, 8)), usage=True)
 
     def act(self) -> None:
         action = self.rng.choices((self.text, self.cancelled, self.interrupted, self.resized), (5, 2, 3, 2))[0]
