@@ -23,6 +23,8 @@ from mlx_lm.utils import maybe_set_recommended_wired_limit
 DIRECT_ALIGNMENT = 1 if sys.platform == "darwin" else 4096
 """Of offsets, lengths and addresses of reads from a file that ``open_direct`` opened."""
 
+CPU_CACHE_BYTES = 256 << 20
+"""That MLX's CPU allocator may keep for further use: it does so beyond its memory limit, which GPUs' count into it."""
 LOW_SHARE = 0.04
 """Of a Linux machine's memory: with less available it is about to swap."""
 CONSTANT_BYTES = 64 << 20
@@ -170,7 +172,7 @@ class MemoryLimits:
         held = list(cls._held.values())
         if held:
             total = sum(memory for memory, _, _ in held)
-            found = _set_limits(total, max(cache for _, cache, _ in held), _wired_limit(total))
+            found = _set_limits(total, _cache_limit(max(cache for _, cache, _ in held)), _wired_limit(total))
             cls._earlier = cls._earlier or found
         elif cls._earlier is not None:
             _set_limits(*cls._earlier)
@@ -194,6 +196,11 @@ def _set_limits(memory_bytes: int, cache_bytes: int, wired_bytes: int | None) ->
     """Returns what they were; wired_bytes None leaves that limit alone."""
     wired = None if wired_bytes is None else mx.set_wired_limit(wired_bytes)
     return mx.set_memory_limit(memory_bytes), mx.set_cache_limit(cache_bytes), wired
+
+
+def _cache_limit(cache_bytes: int) -> int:
+    on_gpu = mx.metal.is_available() or mx.cuda.is_available()
+    return cache_bytes if on_gpu else min(cache_bytes, CPU_CACHE_BYTES)
 
 
 def _wired_limit(memory_bytes: int) -> int | None:
