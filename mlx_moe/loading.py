@@ -6,15 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import mlx.core as mx
-
 from mlx_moe.formats import gguf_tokenizer
 from mlx_moe.formats.gguf import open_gguf
 from mlx_moe.formats.tokenizer import has_tokenizer, load_tokenizer
 from mlx_moe.gguf_loading import is_gguf
-from mlx_moe.paging.plan import Wanted
-from mlx_moe.paging.reader import THREADS
-from mlx_moe.routing_settings import Moce
 from mlx_moe.runtime import load_model, model_folder
 
 if TYPE_CHECKING:
@@ -37,23 +32,9 @@ def load(
     return_config: bool = False,
     revision: str | None = None,
     *,
-    dtype: mx.Dtype | None = None,
-    norm_convention: str = "auto",
-    mtp: str | Path | None = "auto",
-    memory: str | int | None = None,
-    expert_slots: int | None = None,
-    resident: bool = False,
-    io_threads: int = THREADS,
-    read_ahead: bool = True,
-    io: str | None = None,
-    moce: Moce = None,
-    prefill_step_size: int = Wanted.prefill_step_size,
-    usage: bool = True,
-    seed_residency: str | None = None,
-    eviction: str | None = None,
-    record_routing: str | Path | None = None,
     adapter_path: str | None = None,
     trust_remote_code: bool = False,
+    **options: Any,
 ) -> tuple[Model, TokenizerWrapper] | tuple[Model, TokenizerWrapper, dict[str, Any]]:
     """Load a model and its tokenizer.
 
@@ -65,9 +46,8 @@ def load(
         lazy: leave the weights to be read when they are first used, by the loading thread.
         return_config: also return the raw contents of config.json.
         revision: of the Hub repository.
-        dtype, norm_convention, mtp, memory, expert_slots, resident, io_threads, read_ahead, io, moce,
-            prefill_step_size, usage, seed_residency, eviction, record_routing: see ``load_model``.
         adapter_path, trust_remote_code: mlx-lm's, refused with the reason.
+        options: dtype, memory, expert_slots and all else that ``load_model`` takes.
 
     Returns:
         (model, tokenizer) or (model, tokenizer, config); the tokenizer is mlx-lm's wrapper.
@@ -79,26 +59,7 @@ def load(
         if value:
             raise ValueError(f"{name} cannot be used: {REFUSED[name]}")
     source = model_folder(path_or_hf_repo, revision)
-    model, config = load_model(
-        source,
-        dtype,
-        model_config=model_config,
-        lazy=lazy,
-        norm_convention=norm_convention,
-        mtp=mtp,
-        memory=memory,
-        expert_slots=expert_slots,
-        resident=resident,
-        io_threads=io_threads,
-        read_ahead=read_ahead,
-        io=io,
-        moce=moce,
-        prefill_step_size=prefill_step_size,
-        usage=usage,
-        seed_residency=seed_residency,
-        eviction=eviction,
-        record_routing=record_routing,
-    )
+    model, config = load_model(source, model_config=model_config, lazy=lazy, **options)
     tokenizer = _tokenizer(source, config, tokenizer_config)
     return (model, tokenizer, config) if return_config else (model, tokenizer)
 
