@@ -111,7 +111,6 @@ def generate_tokens(
         waits=waits or Waits(),
     )
     ids = _check_prompt(prompt, model)
-    model.relieve_memory()
     cache = model.make_cache() if prompt_cache is None else prompt_cache
     context = model.config.max_position_embeddings
     if cache[0].size() + ids.size > context:
@@ -136,6 +135,7 @@ def process_prompt(
 
 
 def _run(ids: mx.array, model: Model, cache: Sequence[LayerCache], options: _Options) -> Iterator[tuple[int, mx.array]]:
+    model.relieve_memory()
     total = ids.size
     seen = ids if options.logits_processors else None
 

@@ -77,7 +77,8 @@ def expert_source(index: ExpertIndex, plan: MemoryPlan, paging: Paging) -> Arena
     left = plan.ceiling_bytes - (plan.total_bytes - plan.arena_bytes)
     weights = plan.dense_bytes + plan.mtp_bytes
     beside = plan.gpu_bytes - plan.arena_bytes
-    elastic = paging.expert_slots is None and not paging.resident
+    # With cache-aware routing the number of slots decides what is said.
+    elastic = paging.expert_slots is None and not paging.resident and paging.moce is None
     limits = MemoryLimits(beside, plan.workspace_bytes, spare_bytes=beside - weights, elastic=elastic)
     room = Room(left, max_buffer_bytes())
     reader = _reader(index, paging)

@@ -52,8 +52,9 @@ class UsageStore:
         return cls(paths, mark, config.num_hidden_layers + 1, config.num_experts)
 
     def find(self, kind: str) -> Path | None:
-        """The file that would be read, whatever is in it."""
-        return next((path for path in self.paths[kind] if os.path.lexists(path)), None)
+        """The file that would be read, whatever is in it: the one written last, since places may change."""
+        there = [path for path in self.paths[kind] if os.path.lexists(path)]
+        return max(there, key=lambda path: path.lstat().st_mtime, default=None)
 
     def read(self, kind: str) -> Usage | None:
         """What is remembered; None, with one warning, where the file is not one of this model's."""

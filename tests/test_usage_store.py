@@ -72,7 +72,7 @@ def test_gguf_files_of_one_folder_keep_apart(tmp_path):
 
 
 def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch, own_cache_folder):
-    """The cache folder is then taken, and read first; a file that came with the model is a start."""
+    """The cache folder is then taken; a file that came with the model is a start, and what is newer goes before it."""
     config, index = model(tmp_path / "pack")
     writable = UsageStore.of(config, index)
     writable.write("usage", usage(writable, 3))
@@ -81,6 +81,8 @@ def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch, own_cache_folder
     assert same(store.read("usage"), usage(store, 3))
     path = store.write("usage", usage(store, 4))
     assert path == own_cache_folder / "usage" / f"{store.mark}.usage" and same(store.read("usage"), usage(store, 4))
+    assert same(writable.read("usage"), usage(store, 4)), "also where the folder can be written again"
+    os.utime(path, (1, 1))
     assert same(writable.read("usage"), usage(store, 3))
 
 

@@ -128,9 +128,7 @@ def _add_moce(out: argparse.ArgumentParser) -> None:
     out.add_argument(
         "--moce-bonus", type=float, metavar="X", help="on their logits, 0 for none (default: the model's, else 0.85)"
     )
-    out.add_argument(
-        "--moce-keep-top", type=int, metavar="N", help="best experts taken as they are (default: same, 3)"
-    )
+    out.add_argument("--moce-keep-top", type=int, metavar="N", help="best experts taken as they are (default: same, 3)")
     out.add_argument(
         "--moce-max-rank",
         type=_rank,

@@ -6,6 +6,7 @@ waited for is the pager's. A layer whose experts are all in memory waits for not
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import weakref
 from collections import Counter
@@ -172,16 +173,18 @@ class ArenaExperts:
 
     def close(self) -> None:
         """See ExpertSource."""
-        if not self._closed:
-            self._closed = True
+        if self._closed:
+            return
+        self._closed = True
+        with contextlib.ExitStack() as rest:  # done in any case, the last first
+            if self._limits is not None:
+                rest.callback(self._limits.release)
+            rest.callback(self._pager.close)
+            if self._recorder is not None:
+                rest.callback(self._recorder.close)
             if self._keeper is not None:
                 self._pager.keep_pass()
                 self._keeper.save()
-            if self._recorder is not None:
-                self._recorder.close()
-            self._pager.close()
-            if self._limits is not None:
-                self._limits.release()
 
     def bind(self, routers: Sequence[mx.array]) -> None:
         """See ExpertSource."""

@@ -18,6 +18,8 @@ import numpy as np
 
 logger = logging.getLogger(__name__)
 
+_CHANGED = "the file is not what it was when it was loaded; load it again"
+
 
 class Direct(NamedTuple):
     """How reads go past the page cache.
@@ -91,7 +93,7 @@ class Files:
                     descriptor = self._open.get((path, True))
                 status = os.stat(path) if descriptor is None else os.fstat(descriptor)
                 if _identity(status) != self._seen.get(path):
-                    raise OSError("the file is not what it was when it was loaded; load it again")
+                    raise OSError(_CHANGED)
             except OSError as error:
                 raise _named(path, what, error) from None
 
@@ -124,6 +126,8 @@ class Files:
             try:
                 return self._opened(path, True, self._direct.open)
             except OSError as error:
+                if error.errno is None:  # it is another file
+                    raise
                 self._say(path, f"its file system says: {error.strerror}")
         return self._opened(path, False, _open_buffered)
 
@@ -131,7 +135,10 @@ class Files:
         with self._lock:
             if (path, direct) not in self._open:
                 descriptor = open(path)
-                self._seen.setdefault(path, _identity(os.fstat(descriptor)))
+                found = _identity(os.fstat(descriptor))
+                if found != self._seen.setdefault(path, found):
+                    os.close(descriptor)
+                    raise OSError(_CHANGED)
                 self._open[path, direct] = descriptor  # last, since threads look there without the lock
             return self._open[path, direct]
 

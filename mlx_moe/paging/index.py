@@ -170,6 +170,11 @@ class RowIndex:
     format: str
     scale: float | None = None
 
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """That hold rows."""
+        return (self.file,)
+
     def place(self, row: int) -> tuple[Path, int]:
         """The file of a row, and its first byte there."""
         return self.file, self.offset + row * self.row_bytes
@@ -195,6 +200,11 @@ class JoinedRows:
     def file(self) -> Path:
         """The first part's; messages name it."""
         return self.parts[0].file
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """See RowIndex."""
+        return tuple(dict.fromkeys(part.file for part in self.parts))
 
     @property
     def rows(self) -> int:

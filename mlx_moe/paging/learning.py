@@ -50,7 +50,8 @@ class Keeper:
         tokens, learning = self._tokens(), self._learning
         if learning.save is not None and tokens > self._saved:
             self._saved = tokens
-            learning.save(learned(learning.before, self._layers, self._order(), tokens))
+            order = self._order() or [[]] * len(self._layers)  # nothing of a model that lost its arena
+            learning.save(learned(learning.before, self._layers, order, tokens))
 
     def _tokens(self) -> int:
         return max((layer.tokens for layer in self._layers), default=0)

@@ -60,6 +60,7 @@ class Pager(Flow):
         super().__init__()
         self._index, self._room, self._reader = index, room, reader
         self._bytes_read = self._ahead_failed = 0
+        self._aborting = False  # an abort began; if it was interrupted, the next call ends it
         self._usage, self._by_worth = usage or [None] * len(index.layers), by_worth
         self._waits = reader.waits
         reader.files.note(index.files)
@@ -91,25 +92,31 @@ class Pager(Flow):
 
     def abort(self) -> None:
         """The pass was interrupted: reads are drained, and it leaves no trace in the order of use."""
+        self._aborting = True
         self._reader.queue.stop()
         for layer, entry in enumerate(self._layers):
             for expert in list(entry.loads):
                 self._end(layer, expert, keep=False)
             entry.reset()
         self._window = (0, 0)
+        self._aborting = False
+
+    def commit(self, accepted: int) -> None:
+        """See Flow."""
+        if self._aborting:
+            self.abort()
+        super().commit(accepted)
 
     def use(self, layer: int, ids: np.ndarray) -> tuple[list[int], list[int]]:
         """See Flow; graphs of earlier passes have read what they read."""
-        entry = self._layers[layer]
         self._forget_readers(layer)
-        with self._waits.on_device():  # hardly, since ids come after them
-            mx.eval([r.graphs for r in entry.readers if r.number < self._number])
-        entry.readers = [r for r in entry.readers if r.number == self._number]
+        self._end_readers(layer)
         return super().use(layer, ids)
 
     def use_all(self, layer: int, experts: Sequence[int]) -> None:
-        """See Flow."""
+        """See Flow; graphs of earlier passes have read what they read."""
         self._forget_readers(layer)
+        self._end_readers(layer)
         super().use_all(layer, experts)
 
     def reads(self, layer: int, graphs: Iterable[mx.array], experts: Iterable[int]) -> Readers:
@@ -158,15 +165,23 @@ class Pager(Flow):
         """Another number of slots per layer, between passes; what would leave last is read again, as much as fits.
 
         The old arena goes before the new one is made, so that never both take memory. Raises ValueError, before
-        anything is changed, when the new one does not fit; OSError as ``fill``.
+        anything is changed, when the new one does not fit; OSError as ``fill``. Where it cannot be made, there is one
+        of the old size again, with nothing in it.
         """
         arena_pages(self._records(slots), *self._room)
+        self.keep_pass()
         self.abort()
         mx.eval([readers.graphs for entry in self._layers for readers in entry.readers])
+        mx.synchronize()  # graphs of layers that are all in memory are not among these
         kept, counters = [e.policy.leaving for e in self._layers], [e.policy.counters for e in self._layers]
+        before = max(entry.policy.slots for entry in self._layers)
         self._layers, self._slots = [], None
         mx.clear_cache()
-        self._allocate(slots, counters)
+        try:
+            self._allocate(slots, counters)
+        except BaseException:
+            self._allocate(before, counters)
+            raise
         wanted = []
         for entry, experts in zip(self._layers, kept, strict=True):
             others = sorted(set(range(entry.row.size)) - set(experts)) if entry.policy.slots == entry.row.size else []
@@ -229,6 +244,13 @@ class Pager(Flow):
             fill = Fill(layer, admission.expert, self._view(layer, admission))
             job = self._reader.start(fill, demanded=not ahead, beside=len(admitted))
             entry.loads[admission.expert] = Load(job, self._number, ahead)
+
+    def _end_readers(self, layer: int) -> None:
+        """Graphs of earlier passes are evaluated, and hold nothing any more."""
+        entry = self._layers[layer]
+        with self._waits.on_device():  # hardly, since ids come after them
+            mx.eval([r.graphs for r in entry.readers if r.number < self._number])
+        entry.readers = [r for r in entry.readers if r.number == self._number]
 
     def _forget_readers(self, layer: int) -> None:
         """Ids of this layer are there, so all that the layer before it queued in this pass has been evaluated."""

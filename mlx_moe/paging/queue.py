@@ -23,6 +23,8 @@ Piece = Callable[[], object]
 
 SWITCH_S = 0.0001
 """Of Python's switch interval."""
+MANY_JOBS = 256
+"""With more than these on its list a queue forgets those that have ended."""
 
 
 class Cancelled(Exception):
@@ -56,6 +58,7 @@ class Job:
             try:
                 piece()
             except Exception as failed:  # whatever it is, who waits for the job gets it
+                failed.__context__ = failed.__cause__ = None  # their frames hold what the piece refers to
                 self._error = self._error or failed.with_traceback(None)
         del piece  # memory that it refers to is the caller's once the job has ended
         self._close()
@@ -67,9 +70,12 @@ class Job:
 
     def _close(self) -> None:
         if self._open.pop() == 0:  # atomic, so one thread alone is the last
-            self._pieces.clear()
-            self.ended = True
-            self._over.release()
+            self._end()
+
+    def _end(self) -> None:
+        self._pieces.clear()
+        self.ended = True
+        self._over.release()
 
 
 _Entry = tuple[Job, Piece]
@@ -114,7 +120,9 @@ class _Threads:
         self._urgent: SimpleQueue[bool] = SimpleQueue()
         self._reserved = count // 4  # threads for demanded pieces alone
         self._threads: list[threading.Thread] = []  # that run; each enters itself
+        self._jobs: list[Job] = []  # all that may not have ended
         self._count, self._name = count, name
+        self.stopping = False  # and then of no further use
 
     def start(self) -> None:
         """Raises what interrupts it; ``stop`` then ends those that run."""
@@ -128,6 +136,9 @@ class _Threads:
 
     def add(self, job: Job, demanded: bool) -> None:
         """Queue its pieces."""
+        if len(self._jobs) > MANY_JOBS:
+            self._jobs = [one for one in self._jobs if not one.ended]
+        self._jobs.append(job)
         entries = [(job, piece) for piece in job._pieces]
         (self._demanded if demanded else self._speculative).extend(entries)
         self._wake(len(entries), demanded)
@@ -146,7 +157,11 @@ class _Threads:
                     job._drop()
 
     def stop(self) -> None:
-        """Drop what has not started, end the threads; waits for what runs."""
+        """Drop what has not started, end the threads; waits for what runs.
+
+        Where an interrupt ended an earlier call of this, or took a piece that another was moving, nothing is left over.
+        """
+        self.stopping = True
         for entries in (self._demanded, self._speculative):
             while entries:
                 try:
@@ -156,15 +171,20 @@ class _Threads:
                 job._drop()
         for i in range(self._count):
             (self._urgent if i < self._reserved else self._any).put(False)
+        inside = threading.current_thread() in self._threads  # a finalizer may run in any
         for thread in list(self._threads):
-            if thread is not threading.current_thread():  # a finalizer may run in any
+            if thread is not threading.current_thread():
                 thread.join()
+        for job in self._jobs:
+            if not (job.ended or inside):
+                job._error = job._error or Cancelled()
+                job._end()
         _switching.release(self)
 
     def _wake(self, count: int, demanded: bool) -> None:
         for _ in range(count):
             self._any.put(True)
-            if demanded:
+            if demanded and self._reserved:
                 self._urgent.put(True)
 
 
@@ -206,6 +226,8 @@ class JobQueue:
         check: run by who waits for it, once all pieces have run; may raise.
         """
         job = Job(pieces, check)
+        if self._now and self._now[0].stopping:
+            self.stop()  # which an interrupt ended early
         if not self._now:
             self._start()
         self._now[0].add(job, demanded)

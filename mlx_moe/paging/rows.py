@@ -89,7 +89,7 @@ class FileRows:
                 where every layer waits for the device; elsewhere the device would run dry.
             cache_bytes: of rows that are kept.
 
-        Raises ValueError for a table that the configuration does not give.
+        Raises ValueError for a table that the configuration does not give, OSError when a file of it is not there.
         """
         self._hash, self._table, self._dtype = NgramHash.from_config(config, 0), table, dtype
         self._format, self._reader, self._early = format_by_name(table.format), reader, early
@@ -97,6 +97,7 @@ class FileRows:
         self._reads: _Reads | None = None
         if table.rows != self._hash.rows:
             raise ValueError(f"{table.file}: the n-gram table has {table.rows} rows; needed: {self._hash.rows}")
+        reader.files.note(table.files)
 
     @property
     def kernels(self) -> frozenset[tuple[str, str]]:

@@ -27,6 +27,8 @@ SMOOTHING = 32
 """Tokens without any preference that the long memory starts with, so that the first few do not decide alone."""
 PROFILE_TOKENS = 512
 """A static profile counts as so many tokens: with as many of its own behind it, usage weighs the same."""
+MOST_TOKENS = 1 << 62
+"""That are counted."""
 _KEEP, _KEEP_RECENT = 0.5 ** (1 / HALF_LIFE), 0.5 ** (1 / RECENT_HALF_LIFE)  # of a use, at every token
 MAX_COUNT = 1.01 / (1 - _KEEP)
 """The long memory of an expert that every token used, for ever; a remembered count above it is not ours."""
@@ -184,4 +186,4 @@ def learned(before: Usage, layers: Sequence[LayerUsage], order: Sequence[Sequenc
     for i, (layer, row) in enumerate(zip(layers, order, strict=True)):
         counts[i] = counts[i] * layer.fade + layer.own
         rows[i] = tuple(row)
-    return Usage(counts.astype(np.float32), tuple(rows), before.tokens + tokens)
+    return Usage(counts.astype(np.float32), tuple(rows), min(before.tokens + tokens, MOST_TOKENS))

@@ -16,7 +16,7 @@ import numpy as np
 
 from mlx_moe.config import ModelConfig
 from mlx_moe.paging.index import ExpertIndex
-from mlx_moe.paging.usage import MAX_COUNT, Usage
+from mlx_moe.paging.usage import MAX_COUNT, MOST_TOKENS, Usage
 
 MAGIC = b"MLXMOEU1"
 KINDS = ("usage", "profile")
@@ -66,6 +66,8 @@ def decode(data: bytes, kind: str, experts: int, mark: str) -> Usage:
     if number != KINDS.index(kind):
         raise ValueError(f"it is not a {kind}")
     counts, orders = _counts(body, layers, experts)
+    if tokens > MOST_TOKENS:
+        raise ValueError("it counts more tokens than can be")
     if kind == "usage" and (counts > MAX_COUNT).any():
         raise ValueError("a count is larger than can be")
     return Usage(counts, _order(orders, layers), tokens)

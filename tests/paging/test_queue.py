@@ -10,7 +10,7 @@ import weakref
 
 import pytest
 
-from mlx_moe.paging.queue import SWITCH_S, Cancelled, JobQueue
+from mlx_moe.paging.queue import MANY_JOBS, SWITCH_S, Cancelled, JobQueue
 
 
 class Gate:
@@ -167,6 +167,71 @@ def test_an_interrupt_while_threads_start(queue, monkeypatch):
     done = []
     queue.submit([lambda: done.append(1)]).wait()
     assert done == [1]
+
+
+def test_an_interrupted_stop_goes_on_with_the_next_job(queue, monkeypatch):
+    """Threads that were told to end take no further job."""
+    queue.submit([int]).wait()
+
+    def interrupted(thread):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "join", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        queue.stop()
+    monkeypatch.undo()
+    done = []
+    queue.submit([lambda: done.append(1)]).wait()
+    assert done == [1]
+
+
+@pytest.mark.parametrize("call", ["promote", "cancel"])
+def test_a_piece_that_an_interrupt_lost_ends_with_stop(queue, monkeypatch, call):
+    gate = blocked(queue)
+    job = queue.submit([int, int], demanded=False)
+
+    def interrupted(entries, entry):
+        entries.remove(entry)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("mlx_moe.paging.queue._taken", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        getattr(queue, call)(job)
+    gate.open.set()
+    queue.stop()
+    assert job.ended
+    with pytest.raises(Cancelled):
+        job.wait()
+
+
+def test_nothing_piles_up(queue):
+    """Neither wake-ups of threads that there are not, nor jobs that have ended."""
+    for _ in range(3 * MANY_JOBS):
+        queue.submit([int, int]).wait()
+    assert queue._now[0]._urgent.empty() and len(queue._now[0]._jobs) <= MANY_JOBS + 1
+
+
+def test_errors_hold_nothing_of_what_failed(queue):
+    """A caller that keeps one must not keep the memory that was read into."""
+
+    class Memory:
+        pass
+
+    memory = Memory()
+    gone = weakref.ref(memory)
+
+    def fail(memory=memory):
+        try:
+            raise OSError("bad sector")
+        except OSError:
+            raise OSError("x cannot be read") from None
+
+    job = queue.submit([fail])
+    del memory, fail
+    with pytest.raises(OSError, match="x cannot") as error:
+        job.wait()
+    queue.submit([int]).wait()
+    assert gone() is None and error.value.__context__ is None
 
 
 def test_switch_interval_is_short_while_threads_run_and_then_as_it_was():

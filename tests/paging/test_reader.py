@@ -206,6 +206,21 @@ def test_direct_reads_of_this_machine(tmp_path):
     assert target.tobytes() == data[1 << 20 : 2 << 20]
 
 
+def test_a_file_replaced_between_two_ways_to_open_it(tmp_path):
+    """Both must read the same one."""
+    path, other, target = tmp_path / "x", tmp_path / "y", np.zeros(4096, dtype=np.uint8)
+    for file in (path, other):
+        file.write_bytes(bytes(8192))
+    files = Files(Direct(lambda path: os.open(path, os.O_RDONLY), 1, logging.INFO))
+    files._direct, direct = None, files._direct
+    files.read(path, 0, target, "expert 0")
+    os.replace(other, path)
+    files._direct = direct
+    with pytest.raises(OSError, match=r"expert 1 cannot be read \(the file is not what it was"):
+        files.read(path, 0, target, "expert 1")
+    files.close()
+
+
 @pytest.mark.parametrize("how", ["written", "replaced"])
 def test_a_file_that_is_another(index, tmp_path, how):
     """Noted when it was loaded, and refused when it is not that file any more."""

@@ -19,6 +19,7 @@ import pytest
 from mlx_moe import load, load_model, stream_generate, streaming
 from mlx_moe.cli import main
 from mlx_moe.generation import generate_tokens
+from mlx_moe.paging import pager as pager_module
 from mlx_moe.paging.plan import PROCESS_BYTES, SYSTEM_BYTES
 from mlx_moe.platform import MemoryLimits, taken_bytes
 from mlx_moe.runtime import DEMO
@@ -117,6 +118,7 @@ def test_resizing_keeps_contents_and_output(path, resident):
     with opened(path, 12) as model:
         for slots in (8, EXPERTS, 6):
             logits(model)
+            model._experts.commit(1)
             before = [model._experts._pager.present(i) for i in range(LAYERS)]
             model.resize_experts(slots)
             after = [model._experts._pager.present(i) for i in range(LAYERS)]
@@ -125,6 +127,63 @@ def test_resizing_keeps_contents_and_output(path, resident):
         assert greedy(model) == resident[1]
         with pytest.raises(ValueError, match="3 slots per layer; allowed: at least 4"):
             model.resize_experts(3)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_a_resize_that_is_interrupted_leaves_a_model(path, resident, monkeypatch, error):
+    """With an empty arena of the old size."""
+    arena, calls = pager_module.SlotArena, []
+
+    def once(*arguments):
+        calls.append(arguments)
+        if len(calls) == 1:
+            raise error
+        return arena(*arguments)
+
+    with opened(path, 8) as model:
+        greedy(model)
+        monkeypatch.setattr(pager_module, "SlotArena", once)
+        with pytest.raises(error):
+            model.resize_experts(12)
+        assert model.experts_stats.slots == 8 and same(model, resident)
+        model.resize_experts(12)
+        assert same(model, resident)
+
+
+def test_an_interrupted_abort_is_ended_by_the_next_pass(path, resident, monkeypatch):
+    """And what the pass used is not committed."""
+    with opened(path, 8, usage=True) as model:
+        pager, learned = model._experts._pager, []
+        model(mx.array(IDS[None, :1]))
+        stop = pager._reader.queue.stop
+
+        def interrupted():
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(pager._reader.queue, "stop", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pager.abort()
+        assert stop == pager._reader.queue.stop and any(entry.used for entry in pager._layers)
+        monkeypatch.setattr(pager._layers[0], "learn", learned.append)
+        pager.begin(1, 1)
+        assert not learned and not any(entry.used for entry in pager._layers)
+        assert same(model, resident)
+
+
+def test_closing_goes_on_where_something_fails(path, monkeypatch, tmp_path):
+    """The error is raised, and nothing is left over."""
+    gc.collect()
+    model = opened(path, 8, record_routing=tmp_path / "t")
+    greedy(model)
+
+    def full():
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(model._experts._recorder, "close", full)
+    with pytest.raises(OSError, match="No space"):
+        model.close()
+    assert not readers() and not model._experts._pager._layers and id(model._experts._limits) not in MemoryLimits._held
 
 
 def test_the_arena_shrinks_between_texts_where_memory_is_short(path, resident, monkeypatch, caplog):

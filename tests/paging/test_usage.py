@@ -6,6 +6,7 @@ import random
 import struct
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from mlx_moe.paging.policy import LayerPolicy
 from mlx_moe.paging.usage import (
     HALF_LIFE,
     MAX_COUNT,
+    MOST_TOKENS,
     PROFILE_TOKENS,
     RECENT_HALF_LIFE,
     LayerUsage,
@@ -286,3 +288,12 @@ def test_knows_no_mlx():
     code = "import sys, mlx_moe.paging.usage, mlx_moe.paging.policy, mlx_moe.paging.learning; "
     code += "assert not any(name.startswith('mlx.') for name in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_more_tokens_than_can_be():
+    """They would not fit into the next file."""
+    usage = Usage(np.ones((1, 4), dtype=np.float32), ((),), MOST_TOKENS)
+    later = learned(usage, [LayerUsage(4)], [[]], 7)
+    assert later.tokens == MOST_TOKENS and decode(encode("usage", later, MARK), "usage", 4, MARK).tokens == MOST_TOKENS
+    with pytest.raises(ValueError, match="more tokens than can be"):
+        decode(encode("usage", replace(usage, tokens=MOST_TOKENS + 1), MARK), "usage", 4, MARK)

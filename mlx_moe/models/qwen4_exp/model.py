@@ -273,8 +273,10 @@ class Model(nn.Module):
 
         ``with`` does it at its end, and a model that is forgotten does it by itself.
         """
-        self._experts.close()
-        self._rows.close()
+        try:
+            self._experts.close()
+        finally:
+            self._rows.close()
 
     def __enter__(self) -> Model:
         return self
