@@ -31,7 +31,7 @@ def test_every_rule_in_one_table(recording, tmp_path, capsys):
     arguments += ["--max-rank", "24", "none", "--machine", "m2-16", "--dense-gb", "0.5", "--json", str(out)]
     assert replay_routing.main(arguments) == 0
     text, rows = capsys.readouterr().out, json.loads(out.read_text())
-    names = ["lru", "lfu-decay", "lru+hold", "global", "learned fill", "belady", "belady-global"]
+    names = ["lru", "frequency", "lfu-decay", "lru+hold", "global", "learned fill", "belady", "belady-global"]
     names += [f"moce {bonus} / 3 / {cap}" for cap in ("24", "none") for bonus in ("0.85", "3")]
     assert [row["rule"] for row in rows] == 2 * names and {row["slots"] for row in rows} == {8, 10}
     assert all(f"\n{name:<28}{8:>6}" in text for name in names) and "tok/pass" in text and "190 µs per wait" in text

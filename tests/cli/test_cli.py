@@ -22,6 +22,7 @@ from checkpoints import random_weights, write
 from mlx_moe import MoceConfig, load, runtime, streaming
 from mlx_moe.cli import VERBS, main, options, session
 from mlx_moe.cli.chat import HELP, Conversation
+from mlx_moe.paging.trace import read_trace
 from mlx_moe.routing_settings import moce_settings
 from mlx_moe.sampling import ANSWERING, THINKING, Sampling, chat_sampling
 from paging.streamed import ceiling, write_model
@@ -1026,9 +1027,18 @@ def test_usage(run, streamed, monkeypatch, flags, tmp_path):
 
 
 # flag: the test that shows what it changes
+def test_record_routing(run, streamed, tmp_path):
+    """A readable recording of every pass; what is in it: tests/paging/test_replay.py."""
+    call = ("generate", "--model", streamed, "-p", "the test", "-m", "4", "--expert-slots", "9")
+    assert run(*call, "--record-routing", tmp_path / "t").status == 0
+    trace = read_trace(tmp_path / "t")
+    assert sum(event.accepted for event in trace.passes) >= 4 and not trace.cut
+
+
 COVERED = {
     **dict.fromkeys(("--moce", "--moce-bonus", "--moce-keep-top", "--moce-max-rank"), test_moce),
     **dict.fromkeys(("--memory", "--expert-slots", "--resident"), test_paging),
+    "--record-routing": test_record_routing,
     **dict.fromkeys(("--seed-residency", "--no-usage", "--eviction"), test_usage),
     **dict.fromkeys(("--io-threads", "--no-read-ahead", "--io"), test_paging),
     **dict.fromkeys(REFUSED, test_refused_flags),
