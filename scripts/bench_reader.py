@@ -1,11 +1,12 @@
 """Reads of demanded experts against a small C program with as many threads, on the same records; one JSON line last.
 
-usage: python scripts/bench_reader.py MODEL [--records 200] [--threads 8] [--rounds 5] [--busy]
+usage: python scripts/bench_reader.py MODEL [--records 200] [--threads 8] [--rounds 5] [--busy] [--cold]
 
 MODEL is a GGUF file, a folder of one model's shards, or a pack. The same random experts are read by both, turn about:
-by the C program (pread of whole parts, built with ziglang) and by the package's reader, as a layer's misses are: ten
-records at a time, waited for together. ``--busy`` lets the main thread build graphs beside both. Files are in the page
-cache after the first round unless they are larger than memory; the first round is not counted.
+by the C program (pread of whole parts, built with ziglang) and by the package's reader, both as a layer's misses are:
+ten records at a time, waited for together. ``--busy`` lets the main thread build graphs beside both. Files are in the
+page cache after the first round, which is not counted; with ``--cold`` their pages are given up before every reading
+(Linux), so that records come from the disk.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ _SOURCE = r"""
 #include <unistd.h>
 typedef struct { int file; long offset, length; char* to; } Read;
 static Read* reads;
-static int count, next_read, fds[64];
+static int count, next_read, stop, fds[64];
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static void* work(void* unused) {
   (void)unused;
   for (;;) {
     pthread_mutex_lock(&lock);
-    int i = next_read < count ? next_read++ : -1;
+    int i = next_read < stop ? next_read++ : -1;
     pthread_mutex_unlock(&lock);
     if (i < 0) return 0;
     for (long done = 0; done < reads[i].length;) {
@@ -58,9 +59,9 @@ static void* work(void* unused) {
     }
   }
 }
-int main(int argc, char** argv) {   /* threads, files...; reads as "file offset length" on standard input */
-  int threads = atoi(argv[1]), capacity = 1 << 16;
-  for (int i = 2; i < argc; ++i) fds[i - 2] = open(argv[i], O_RDONLY);
+int main(int argc, char** argv) {   /* threads, reads at a time, files...; on standard input "file offset length"s */
+  int threads = atoi(argv[1]), at_once = atoi(argv[2]), capacity = 1 << 16;
+  for (int i = 3; i < argc; ++i) fds[i - 3] = open(argv[i], O_RDONLY);
   reads = malloc(capacity * sizeof(Read));
   long total = 0;
   while (count < capacity && scanf("%d %ld %ld", &reads[count].file, &reads[count].offset, &reads[count].length) == 3)
@@ -71,8 +72,11 @@ int main(int argc, char** argv) {   /* threads, files...; reads as "file offset 
   struct timespec a, b;
   clock_gettime(CLOCK_MONOTONIC, &a);
   pthread_t ids[256];
-  for (int i = 0; i < threads; ++i) pthread_create(&ids[i], 0, work, 0);
-  for (int i = 0; i < threads; ++i) pthread_join(ids[i], 0);
+  while (stop < count) {
+    stop = stop + at_once < count ? stop + at_once : count;
+    for (int i = 0; i < threads; ++i) pthread_create(&ids[i], 0, work, 0);
+    for (int i = 0; i < threads; ++i) pthread_join(ids[i], 0);
+  }
   clock_gettime(CLOCK_MONOTONIC, &b);
   printf("%f\n", (b.tv_sec - a.tv_sec) + (b.tv_nsec - a.tv_nsec) * 1e-9);
   return 0;
@@ -97,22 +101,24 @@ def build(folder: Path) -> Path:
     return program
 
 
-def build_graph(x: mx.array) -> mx.array:
-    """What a main thread does."""
-    return mx.exp(x * 0.5) + 1
+def build_graph() -> None:
+    """What a main thread does: some ops, which are dropped again."""
+    x = mx.zeros((8,))
+    for _ in range(8):
+        x = mx.exp(x * 0.5) + 1
 
 
 def c_seconds(program: Path, index: ExpertIndex, chosen: list[tuple[int, int]], threads: int, busy: bool) -> float:
     """The C program on these experts; it has the same company as the package's reader."""
     parts = [part for layer, expert in chosen for part in index.reads(layer, expert)]
     lines = "".join(f"{index.files.index(part.file)} {part.offset} {part.length}\n" for part in parts)
-    command = [str(program), str(threads), *map(str, index.files)]
+    at_once = AT_ONCE * len(parts) // len(chosen)
+    command = [str(program), str(threads), str(at_once), *map(str, index.files)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         process.stdin.write(lines)
         process.stdin.close()
-        x = mx.zeros((8,))
         while busy and process.poll() is None:
-            x = build_graph(x)
+            build_graph()
         return float(process.stdout.read())
 
 
@@ -122,15 +128,24 @@ def our_seconds(reader: ExpertReader, fills: list[Fill], busy: bool) -> float:
     for i in range(0, len(fills), AT_ONCE):
         some = fills[i : i + AT_ONCE]
         jobs = [reader.start(fill, beside=len(some)) for fill in some]
-        x = mx.zeros((8,))
         while busy and not all(job.ended for job in jobs):
-            x = build_graph(x)
+            build_graph()
         for job in jobs:
             job.wait()
     return time.perf_counter() - started
 
 
-def compare(index: ExpertIndex, records: int, threads: int, rounds: int, busy: bool = False) -> dict[str, float]:
+def forget(index: ExpertIndex) -> None:
+    """Have the system drop the files' pages."""
+    for path in index.files:
+        descriptor = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def compare(
+    index: ExpertIndex, records: int, threads: int, rounds: int, busy: bool = False, cold: bool = False
+) -> dict[str, float]:
     """Medians over the rounds: GB/s of both, and their ratio."""
     rng = random.Random(0)
     layers = range(len(index.layers))
@@ -144,7 +159,15 @@ def compare(index: ExpertIndex, records: int, threads: int, rounds: int, busy: b
         program = build(Path(folder))
         pairs = []
         for _ in range(rounds + 1):
-            pairs.append((c_seconds(program, index, chosen, threads, busy), our_seconds(reader, fills, busy)))
+            pair = []
+            for seconds in (
+                lambda: c_seconds(program, index, chosen, threads, busy),
+                lambda: our_seconds(reader, fills, busy),
+            ):
+                if cold:
+                    forget(index)
+                pair.append(seconds())
+            pairs.append(pair)
     reader.close()
     theirs, ours = (statistics.median(pair[i] for pair in pairs[1:]) for i in range(2))
     total = sum(sizes) / 1e9
@@ -159,10 +182,17 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--busy", action="store_true", help="build graphs in the main thread meanwhile")
+    parser.add_argument("--cold", action="store_true", help="from the disk: give up the page cache before each reading")
     args = parser.parse_args(argv)
-    found = compare(index_of(args.model), args.records, args.threads, args.rounds, args.busy)
+    found = compare(index_of(args.model), args.records, args.threads, args.rounds, args.busy, args.cold)
     print("C {c_gb_per_s:.2f} GB/s, the package {our_gb_per_s:.2f} GB/s: {ratio:.0%}".format(**found))
-    machine = {"machine": platform.machine(), "cores": os.cpu_count(), "threads": args.threads, "busy": args.busy}
+    machine = {
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": args.threads,
+        "busy": args.busy,
+        "cold": args.cold,
+    }
     print(json.dumps({"bench": "reader", **machine, **{name: round(value, 3) for name, value in found.items()}}))
 
 

@@ -21,7 +21,7 @@ from queue import SimpleQueue
 
 Piece = Callable[[], object]
 
-SWITCH_S = 0.0001
+SWITCH_S = 0.00002
 """Of Python's switch interval."""
 MANY_JOBS = 256
 """With more than these on its list a queue forgets those that have ended."""
