@@ -89,7 +89,6 @@ class ArenaExperts:
         self._top_k, self._normalize = config.num_experts_per_tok, config.norm_topk_prob
         self._trunk, self._read_ahead = config.num_hidden_layers, read_ahead
         self._index, self._layers = index, [Matrices.of(layer) for layer in index.layers]
-        self._records = [(layer.experts, layer.record_bytes) for layer in index.layers]
         self._routers: list[Linear] = []
         self._windows = WindowRouter(config, [layer.experts for layer in index.layers], moce)
         self.reader = reader or ExpertReader(index)
@@ -125,7 +124,7 @@ class ArenaExperts:
     @property
     def records(self) -> list[tuple[int, int]]:
         """Of every layer, the draft layer's last: how many experts it has, and the bytes of one's record."""
-        return list(self._records)
+        return [(layer.experts, layer.record_bytes) for layer in self._index.layers]
 
     @property
     def nbytes(self) -> int:

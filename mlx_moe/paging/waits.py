@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -21,23 +21,21 @@ class Waits:
     def __init__(self) -> None:
         self.device_s = self.disk_s = 0.0
 
-    @contextmanager
-    def on_device(self) -> Iterator[None]:
+    def on_device(self) -> AbstractContextManager[None]:
         """What happens in it waits for the device."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.device_s += time.perf_counter() - start
+        return self._counted("device_s")
+
+    def on_disk(self) -> AbstractContextManager[None]:
+        """What happens in it waits for reads."""
+        return self._counted("disk_s")
 
     @contextmanager
-    def on_disk(self) -> Iterator[None]:
-        """What happens in it waits for reads."""
+    def _counted(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
         try:
             yield
         finally:
-            self.disk_s += time.perf_counter() - start
+            setattr(self, name, getattr(self, name) + time.perf_counter() - start)
 
     def values(self, array: Any) -> np.ndarray:
         """An array of MLX in NumPy, once the device has computed it."""
