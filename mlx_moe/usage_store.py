@@ -2,21 +2,18 @@
 
 Beside the model where its folder is the user's own and can be written, else in the user's cache folder. What is read is
 not trusted: a file that is damaged, foreign or too large counts as none, with one warning. What is written appears
-whole or not at all, so of several processes the last wins, and none sees half a file.
+whole or not at all (``twin_file.py``), so of several processes the last wins, and none sees half a file.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import stat
-import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from mlx_moe import twin_file
 from mlx_moe.config import ModelConfig
 from mlx_moe.environment import cache_folder
 from mlx_moe.paging.index import ExpertIndex
@@ -24,9 +21,6 @@ from mlx_moe.paging.usage import Usage
 from mlx_moe.paging.usage_file import decode, encode, fingerprint, most_bytes
 
 logger = logging.getLogger(__name__)
-
-STALE_S = 60.0
-"""A temporary file that is older was left behind by a process that was killed."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +56,10 @@ class UsageStore:
         if path is None:
             return None
         try:
-            usage = decode(_bounded(path, most_bytes(self.layers, self.experts)), kind, self.experts, self.mark)
+            data = twin_file.read(path, self._most_bytes)
+            if data is None:
+                return None
+            usage = decode(data, kind, self.experts, self.mark)
             if not self.layers - 1 <= len(usage.counts) <= self.layers:
                 raise ValueError("it belongs to another model")
         except (OSError, ValueError) as error:
@@ -73,7 +70,7 @@ class UsageStore:
         return usage
 
     def write(self, kind: str, usage: Usage, out: Path | None = None) -> Path:
-        """Replace the file as a whole; returns where it is. out: instead of the model's own place.
+        """Save in place of what the file holds; returns where it is. out: instead of the model's own place.
 
         Raises OSError where no place can be written.
         """
@@ -83,12 +80,16 @@ class UsageStore:
             try:
                 if out is None:
                     path.parent.mkdir(parents=True, exist_ok=True)
-                _replace(path, encode(kind, usage, self.mark))
+                twin_file.write(path, encode(kind, usage, self.mark), self._most_bytes)
             except OSError as failed:
                 error = failed
             else:
                 return path
         raise error
+
+    @property
+    def _most_bytes(self) -> int:
+        return most_bytes(self.layers, self.experts)
 
     def saver(self) -> Callable[[Usage], None]:
         """Writes usage; where that cannot be done, says so once and leaves it."""
@@ -123,40 +124,3 @@ def _candidates(weights: Path, kind: str, mark: str) -> tuple[Path, ...]:
         return cached
     beside = weights.with_name(f"{weights.name}.{kind}" if weights.suffix == ".gguf" else f"mlx-moe.{kind}")
     return (beside, *cached) if os.access(beside.parent, os.W_OK) else (*cached, beside)
-
-
-def _bounded(path: Path, most: int) -> bytes:
-    """A plain file's bytes, no more than ``most``. Raises ValueError or OSError."""
-    if not stat.S_ISREG(path.lstat().st_mode):
-        raise ValueError("it is not a plain file")
-    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:  # whatever it is by now
-        data = file.read(most + 1)
-    if len(data) > most:
-        raise ValueError(f"it has more than {most} bytes")
-    return data
-
-
-def _replace(path: Path, data: bytes) -> None:
-    """Write beside the file, and take its place when all is on the disk."""
-    prefix = f".{path.name}-"
-    _sweep(path.parent, prefix)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=prefix)
-    try:
-        with open(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise
-
-
-def _sweep(folder: Path, prefix: str) -> None:
-    """Remove what killed processes left."""
-    for entry in folder.iterdir():
-        if entry.name.startswith(prefix):
-            with contextlib.suppress(OSError):  # another process was faster
-                if time.time() - entry.lstat().st_mtime > STALE_S:
-                    entry.unlink()

@@ -20,7 +20,7 @@ _NOTHING = "Nothing is remembered of this model"
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, look or delete, print; returns the exit status."""
     out = options.plain_parser("usage", "Show what is remembered of which experts a model uses.")
-    out.add_argument("--model", help="pack, GGUF file or Hub repository (default: the demonstration model)")
+    out.add_argument("--model", help="pack, GGUF file, folder or Hub repository (default: the demonstration model)")
     out.add_argument("--reset", action="store_true", help="delete what was learned; a static profile stays")
     out.add_argument("--json", action="store_true", help="print JSON")
     args = out.parse_args(argv)
@@ -37,25 +37,30 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def store_of(source: Path) -> UsageStore:
-    """Where usage of a pack or GGUF file is kept; its headers are read, no weights.
+    """Where usage of a model is kept; its headers are read, no weights.
 
-    Raises ValueError for a model folder, whose experts do not stream.
+    Raises ValueError for a model folder whose experts cannot stream.
     """
-    from mlx_moe.config import ModelConfig
+    from mlx_moe.config import ModelConfig, read_config
     from mlx_moe.formats.gguf import open_gguf
     from mlx_moe.formats.gguf_model import expert_index, model_config
     from mlx_moe.formats.pack import is_pack, open_pack
     from mlx_moe.gguf_loading import is_gguf
+    from mlx_moe.hf_index import NotInPlace, folder_index
     from mlx_moe.usage_store import UsageStore
 
     if is_gguf(source):
         file = open_gguf(source)
         config = ModelConfig.from_dict(model_config(file))
         return UsageStore.of(config, expert_index(file, config, range(config.num_hidden_layers)))
-    if not is_pack(source):
-        raise ValueError(f"{source}: experts of a model folder are all in memory, so their use is not remembered")
-    pack = open_pack(source)
-    return UsageStore.of(pack.config, pack.experts)
+    if is_pack(source):
+        pack = open_pack(source)
+        return UsageStore.of(pack.config, pack.experts)
+    config = ModelConfig.from_dict(read_config(source))
+    try:
+        return UsageStore.of(config, folder_index(source, config).experts)
+    except NotInPlace as error:
+        raise ValueError(f"{source}: its experts do not stream, so their use is not remembered: {error}") from None
 
 
 def _found(store: UsageStore, kind: str) -> dict[str, Any] | None:

@@ -1,9 +1,9 @@
-"""The format of files that remember usage or hold a static profile, and what ties them to a model.
+"""The format of what remembers usage or is a static profile, and what ties it to a model.
 
 Little-endian, without gaps: an 8-byte mark with the version; kind, layers, experts (uint32 each); tokens (uint64); the
 model's fingerprint (16 bytes); counts [layers, experts] float32; for every layer the length of its order and the
-expert numbers (uint16); SHA-256 of all before it. Nothing in a file is trusted: its size is bounded before it is read
-(``most_bytes``), and every number is checked. Knows bytes only, no folders.
+expert numbers (uint16). Nothing is trusted: size is bounded before it is read (``most_bytes``), and every number is
+checked. That bytes are whole is the file's care (``twin_file.py``). Knows bytes only, no folders.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from mlx_moe.config import ModelConfig
 from mlx_moe.paging.index import ExpertIndex
 from mlx_moe.paging.usage import MAX_COUNT, MOST_TOKENS, Usage
 
-MAGIC = b"MLXMOEU1"
+MAGIC = b"MLXMOEU2"
 KINDS = ("usage", "profile")
 _HEAD = struct.Struct("<8sIIIQ16s")
-_DIGEST_BYTES = 32
 
 
 def fingerprint(config: ModelConfig, index: ExpertIndex) -> str:
@@ -40,32 +39,28 @@ def fingerprint(config: ModelConfig, index: ExpertIndex) -> str:
 
 
 def most_bytes(layers: int, experts: int) -> int:
-    """The size of the largest file of a model."""
-    return _HEAD.size + layers * (experts * 6 + 2) + _DIGEST_BYTES
+    """The most that is remembered of a model."""
+    return _HEAD.size + layers * (experts * 6 + 2)
 
 
 def encode(kind: str, usage: Usage, mark: str) -> bytes:
-    """A file's bytes. kind: of KINDS. mark: the model's fingerprint."""
+    """What to save. kind: of KINDS. mark: the model's fingerprint."""
     layers, experts = usage.counts.shape
     head = _HEAD.pack(MAGIC, KINDS.index(kind), layers, experts, usage.tokens, bytes.fromhex(mark))
     orders = (np.array([len(row), *row], dtype="<u2").tobytes() for row in usage.order)
-    body = head + usage.counts.astype("<f4").tobytes() + b"".join(orders)
-    return body + hashlib.sha256(body).digest()
+    return head + usage.counts.astype("<f4").tobytes() + b"".join(orders)
 
 
 def decode(data: bytes, kind: str, experts: int, mark: str) -> Usage:
-    """What a file holds. Raises ValueError, saying why, for one that is not of this format, kind and model."""
-    if len(data) < _HEAD.size + _DIGEST_BYTES or data[: len(MAGIC)] != MAGIC:
+    """What was saved. Raises ValueError, saying why, for what is not of this format, kind and model."""
+    if len(data) < _HEAD.size or data[: len(MAGIC)] != MAGIC:
         raise ValueError("it is not a file of this format, or of another version")
-    body, digest = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
-    if hashlib.sha256(body).digest() != digest:
-        raise ValueError("it is damaged")
-    _, number, layers, width, tokens, owner = _HEAD.unpack_from(body)
+    _, number, layers, width, tokens, owner = _HEAD.unpack_from(data)
     if owner.hex() != mark or width != experts:
         raise ValueError("it belongs to another model")
     if number != KINDS.index(kind):
         raise ValueError(f"it is not a {kind}")
-    counts, orders = _counts(body, layers, experts)
+    counts, orders = _counts(data, layers, experts)
     if tokens > MOST_TOKENS:
         raise ValueError("it counts more tokens than can be")
     if kind == "usage" and (counts > MAX_COUNT).any():
@@ -73,13 +68,13 @@ def decode(data: bytes, kind: str, experts: int, mark: str) -> Usage:
     return Usage(counts, _order(orders, layers), tokens)
 
 
-def _counts(body: bytes, layers: int, experts: int) -> tuple[np.ndarray, bytes]:
+def _counts(data: bytes, layers: int, experts: int) -> tuple[np.ndarray, bytes]:
     """Counts [layers, experts] float32, and what follows them."""
     end = _HEAD.size + 4 * layers * experts
-    if len(body) < end:
+    if len(data) < end:
         raise ValueError("it is too short")
-    counts = np.frombuffer(body, "<f4", layers * experts, _HEAD.size).reshape(layers, experts)
-    return counts.astype(np.float32), body[end:]
+    counts = np.frombuffer(data, "<f4", layers * experts, _HEAD.size).reshape(layers, experts)
+    return counts.astype(np.float32), data[end:]
 
 
 def _order(data: bytes, layers: int) -> tuple[tuple[int, ...], ...]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
 from checkpoints import random_weights, write
 from mlx_moe.cli import main
 from mlx_moe.cli.usage import store_of
+from mlx_moe.runtime import load_model
 from paging.streamed import EXPERTS, LAYERS, TOP_K, write_model
 from tiny_tokenizer import short_config
 
@@ -90,12 +92,23 @@ def test_how_much_of_a_text(run, path, text, flags, tokens):
         assert not np.array_equal(store_of(path).read("profile").counts, found.counts)
 
 
-def test_what_cannot_be(run, path, text, tmp_path):
+def test_a_folder_that_streams(run, tmp_path):
     raw = short_config()
+    folder = write(tmp_path / "bare", raw, random_weights(raw))
+    assert run("usage", "--model", folder)[:2] == (0, "Nothing is remembered of this model\n")
+    with load_model(folder, expert_slots=TOP_K)[0] as model:
+        model(mx.array([[1, 2, 3]]))
+    status, out, _ = run("usage", "--model", folder)
+    assert status == 0 and "usage: 3 tokens" in out
+    assert run("usage", "--model", folder, "--reset")[0] == 0 and store_of(folder).find("usage") is None
+
+
+def test_what_cannot_be(run, path, text, tmp_path):
+    raw = short_config(layer_types=["linear_attention"] * 2, ple_layer_ids=[1, 2], ple_embed_dim=96)
     bare = write(tmp_path / "bare", raw, random_weights(raw))
     for argv, message in [
-        (("usage", "--model", bare), "experts of a model folder are all in memory"),
-        (("profile", "--model", bare, "--text", text), "experts of a model folder are all in memory"),
+        (("usage", "--model", bare), "bare: its experts do not stream, so their use is not remembered: ple_layer_ids"),
+        (("profile", "--model", bare, "--text", text), "its experts do not stream"),
         (("profile", "--model", path, "--text", tmp_path / "none"), "no such file"),
         (("profile", "--model", path, "--text", text, "--tokens", 0), "--tokens is 0; allowed: 1 or more"),
         (("profile", "--model", path, "--text", text, "--context", 0), "0 at a time; needed: at least 1"),

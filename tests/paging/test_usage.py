@@ -199,31 +199,20 @@ def test_a_file_gives_back_what_it_holds():
             assert same(decode(data, kind, EXPERTS, MARK), usage)
 
 
-def test_damage_is_found():
-    """Truncated at every byte, longer, any bit flipped, bytes at random: one ValueError, and nothing else."""
+def test_what_is_not_whole_is_found():
+    """Truncated at every byte, longer, bytes at random: one ValueError, and nothing else."""
     data, rng = encode("usage", some(), MARK), random.Random(0)
     bad = [data[:n] for n in range(len(data))] + [data + b"\0", data + data, b"", bytes(len(data))]
-    for _ in range(500):
-        changed = bytearray(data)
-        changed[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-        bad.append(bytes(changed))
     bad += [rng.randbytes(rng.randrange(300)) for _ in range(100)]
     for case in bad:
-        with pytest.raises(ValueError, match=r"^it is|^it has|^a count|^it belongs"):
+        with pytest.raises(ValueError, match=r"^it is|^it has"):
             decode(case, "usage", EXPERTS, MARK)
-
-
-def sealed(body: bytes) -> bytes:
-    """A file whose checksum is right."""
-    import hashlib
-
-    return body + hashlib.sha256(body).digest()
 
 
 HEAD = struct.Struct("<8sIIIQ16s")
 
 
-def head(layers: int = 1, experts: int = EXPERTS, kind: int = 0, mark: str = MARK, magic: bytes = b"MLXMOEU1") -> bytes:
+def head(layers: int = 1, experts: int = EXPERTS, kind: int = 0, mark: str = MARK, magic: bytes = b"MLXMOEU2") -> bytes:
     return HEAD.pack(magic, kind, layers, experts, 7, bytes.fromhex(mark))
 
 
@@ -238,7 +227,7 @@ def with_count(value: float) -> bytes:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        (head(magic=b"MLXMOEU2") + ZEROS + EMPTY, "another version"),
+        (head(magic=b"MLXMOEU1") + ZEROS + EMPTY, "another version"),
         (head(mark=MARK[::-1]) + ZEROS + EMPTY, "another model"),
         (head(experts=EXPERTS + 1) + ZEROS + bytes(4) + EMPTY, "another model"),
         (head(kind=1) + ZEROS + EMPTY, "not a usage"),
@@ -257,9 +246,9 @@ def with_count(value: float) -> bytes:
         (with_count(MAX_COUNT * 1.1), "larger than can be"),
     ],
 )
-def test_hostile_files_with_a_right_checksum(body, message):
+def test_hostile_content(body, message):
     with pytest.raises(ValueError, match=message):
-        decode(sealed(body), "usage", EXPERTS, MARK)
+        decode(body, "usage", EXPERTS, MARK)
 
 
 # When it is saved
