@@ -74,7 +74,7 @@ def _slot_bytes(most: int) -> int:
 
 
 def _slots(data: bytes, most: int) -> dict[int, tuple[int, bytes]]:
-    """By number: where the slot is, 0 or 1, and its content. Raises ValueError where there should be one and is none."""
+    """By number: where the slot is, 0 or 1, and its content. Raises ValueError where there are only damaged ones."""
     size, found, reason = _slot_bytes(most), {}, ""
     if len(data) > 2 * size:
         raise ValueError(f"it has more than {2 * size} bytes")
