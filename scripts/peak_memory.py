@@ -1,9 +1,10 @@
 """What a streamed model takes in memory, beside its plan: a prompt of random tokens, then single tokens.
 
-usage: python scripts/peak_memory.py MODEL --expert-slots N [--prompt 16] [--steps 3]
+usage: python scripts/peak_memory.py MODEL --expert-slots N [--prompt 16] [--steps 3] [--context N]
 
-Plans for just these tokens. Prints the plan's parts, peaks of MLX's memory (arrays and cache) and of the process, and
-one JSON line with the statistics of streaming.
+Prints the plan's parts, peaks of MLX's memory (arrays and cache) and of the process, and one JSON line with the
+statistics of streaming. A full measurement fills the context that loading plans for, as --prompt 32750 does; with
+another --context the plan beside the peaks is for that one.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ def plan(args: argparse.Namespace, item_bytes: int) -> MemoryPlan:
     here = device()
     wanted = Wanted(
         expert_slots=args.expert_slots,
-        context=args.prompt + args.steps + 1,
+        context=args.context,
         snapshots=0,
-        prefill_step_size=args.prompt,
+        prefill_step_size=args.step,
         item_bytes=item_bytes,
     )
     sizes = local_sizes(model_folder(args.model), item_bytes)
@@ -68,19 +69,23 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--expert-slots", type=int, required=True)
     parser.add_argument("--prompt", type=int, default=16)
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--context", type=int, default=Wanted.context)
     args = parser.parse_args(argv)
+    args.step = min(args.prompt, Wanted.prefill_step_size)
+    mx.eval(mx.random.normal((64, 64)) @ mx.ones((64, 64)))  # so that what the device's libraries take is there
     before = resident_peak()
     peak = Peak()
     peak.start()
     start = time.perf_counter()
-    model, _ = load_model(args.model, expert_slots=args.expert_slots)
+    model, _ = load_model(args.model, expert_slots=args.expert_slots, prefill_step_size=args.step)
     loaded_s, loaded_bytes = time.perf_counter() - start, mx.get_active_memory()
     item_bytes = 4 if mx.default_device() == mx.cpu else 2
     planned = plan(args, item_bytes)
     with model:
         ids = np.random.default_rng(0).integers(0, model.config.vocab_size, args.prompt).tolist()
         start = time.perf_counter()
-        tokens = [token for token, _ in generate_tokens(ids, model, max_tokens=args.steps)]
+        steps = generate_tokens(ids, model, max_tokens=args.steps, prefill_step_size=args.step)
+        tokens = [token for token, _ in steps]
         spent_s, stats = time.perf_counter() - start, model.experts_stats
     peak.ended.set()
     peak.join()

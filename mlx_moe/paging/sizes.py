@@ -124,19 +124,26 @@ def state_bytes(config: ModelConfig, item_bytes: int) -> int:
     return config.layer_types.count(LINEAR) * (state + conv) + len(config.ple_layer_ids) * ple
 
 
-def workspace_bytes(config: ModelConfig, step: int, item_bytes: int) -> int:
-    """Temporaries of a prompt's pass of ``step`` tokens beyond the attention budget; decoding takes far less.
+def workspace_bytes(config: ModelConfig, step: int, item_bytes: int, context: int) -> int:
+    """Temporaries of a prompt's pass of ``step`` tokens that ends at ``context``; decoding takes far less.
 
-    Counts streams, tokens sorted by expert, the delta rule's float32 arrays, unpacked experts, and keys and values that
-    attention gathers. Peaks of the demonstration model (steps of 512 to 2,048, float32, CPU) are at
-    most 4 % above it.
+    Counts streams, tokens sorted by expert, the delta rule's float32 arrays, unpacked experts, and what attention
+    takes. Peaks of the demonstration model (steps of 512 to 2,048, float32, CPU) are at most 4 % above it.
     """
     heads, streams = config.linear_num_value_heads, config.hc_count * config.hidden_size
     sorted_tokens = config.num_experts_per_tok * config.hidden_size
     delta = 3 * config.conv_dim + heads * (2 * config.linear_key_head_dim + 4 * config.linear_value_head_dim)
     token = item_bytes * (4 * streams + 3 * sorted_tokens) + 4 * (streams + delta + 4 * heads * DELTA_CHUNK)
     unpacked = config.num_experts * 3 * config.hidden_size * config.moe_intermediate_size * item_bytes
-    return step * token + min(UNPACKED_BYTES, unpacked) + TILES_IN_FLIGHT * _tile_bytes(config, item_bytes)
+    return step * token + min(UNPACKED_BYTES, unpacked) + _attention_bytes(config, step, item_bytes, context)
+
+
+def _attention_bytes(config: ModelConfig, step: int, item_bytes: int, context: int) -> int:
+    """Keys and values gathered beyond the budget; within it the scores of all heads, before and after softmax."""
+    selected = config.indexer_budget + config.indexer_compress_ratio - 1
+    within = min(context, selected)
+    scores = 2 * config.num_attention_heads * min(step, within) * within * item_bytes
+    return scores if context <= selected else max(scores, TILES_IN_FLIGHT * _tile_bytes(config, item_bytes))
 
 
 def _tile_bytes(config: ModelConfig, item_bytes: int) -> int:

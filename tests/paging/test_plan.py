@@ -236,12 +236,20 @@ def test_prompts_stay_within_the_workspace(model, length, step):
     mx.reset_peak_memory()
     process_prompt(ids, model, cache, step)
     peak = mx.get_peak_memory() - before - sum(layer.nbytes for layer in cache)
-    assert peak < 1.05 * workspace_bytes(model.config, step, 4)
+    assert peak < 1.05 * workspace_bytes(model.config, step, 4, length)
 
 
 def test_longer_steps_take_more_workspace(real):
-    sizes = [workspace_bytes(real.config, step, 2) for step in (1, 512, 2048, 8192)]
+    sizes = [workspace_bytes(real.config, step, 2, 32768) for step in (1, 512, 2048, 8192)]
     assert sizes == sorted(set(sizes)) and sizes[2] > 1 << 30
+
+
+def test_attention_within_its_budget_gathers_nothing(real):
+    budget = real.config.indexer_budget + real.config.indexer_compress_ratio - 1
+    sizes = [workspace_bytes(real.config, 512, 2, context) for context in (512, 1024, budget, budget + 1, 1 << 18)]
+    assert sizes[:4] == sorted(set(sizes[:4])) and sizes[3] == sizes[4] > sizes[2] + (1 << 30)
+    scores = 2 * 2 * real.config.num_attention_heads * 512
+    assert sizes[1] - sizes[0] == scores * 512, "of all heads, before and after softmax"
 
 
 @pytest.fixture(scope="module")
