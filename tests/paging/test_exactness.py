@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from mlx_moe import load, stream_generate
@@ -28,6 +30,16 @@ def texts(model: Model, tokenizer, prompts: tuple[str, ...] = PROMPTS, tokens: i
     return ["".join(text).encode() for text in parts]
 
 
+def logits(model: Model, tokenizer) -> np.ndarray:
+    """[T, V] of a prompt, single tokens and windows."""
+    ids = tokenizer.encode(PROMPTS[-1])
+    cache, parts, start = model.make_cache(), [], 0
+    for piece in (20, 1, 1, 2, 8, 5):
+        parts.append(np.array(model(mx.array([ids[start : start + piece]]), cache=cache)[0]))
+        start += piece
+    return np.concatenate(parts)
+
+
 @pytest.fixture(scope="module")
 def resident() -> list[bytes]:
     model, tokenizer = load(dtype=mx.float32, resident=True)
@@ -35,31 +47,55 @@ def resident() -> list[bytes]:
         return texts(model, tokenizer)
 
 
+@pytest.fixture(scope="module")
+def resident_logits() -> np.ndarray:
+    model, tokenizer = load(dtype=mx.float32, resident=True)
+    with model:
+        return logits(model, tokenizer)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("read_ahead", [True, False])
 @pytest.mark.parametrize("threads", THREADS)
 @pytest.mark.parametrize("slots", [8, 12, 20, 40])
-def test_text_of_every_arena(resident, slots, threads, read_ahead):
-    """Also after resizes, down to what a token uses, up to all, and back."""
+def test_output_of_every_arena(resident, resident_logits, slots, threads, read_ahead):
+    """Text and every bit of logits; also after resizes, down to what a token uses, up to all, and back."""
     model, tokenizer = load(dtype=mx.float32, expert_slots=slots, io_threads=threads, read_ahead=read_ahead)
     with model:
         assert texts(model, tokenizer) == resident
+        assert np.array_equal(logits(model, tokenizer), resident_logits)
         stats = model.experts_stats
         assert stats.slots == slots and (stats.misses > 0) == (slots < 40)
         assert (stats.ahead_useful > 0) == (read_ahead and slots < 40)
         for other in (6, 40, slots):
             model.resize_experts(other)
             assert texts(model, tokenizer, PROMPTS[:1]) == resident[:1]
+            assert np.array_equal(logits(model, tokenizer), resident_logits)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("slots", "threads"), [(8, 8), (12, 2), (20, 1)])
-def test_text_under_slow_reads(resident, monkeypatch, slots, threads):
+def test_output_under_slow_reads(resident, resident_logits, monkeypatch, slots, threads):
     """0 to 20 ms more for each."""
     model, tokenizer = load(dtype=mx.float32, expert_slots=slots, io_threads=threads)
     with model:
         monkeypatch.setattr(os, "preadv", delayed(0.02))
         assert texts(model, tokenizer, PROMPTS[1:3]) == resident[1:3]
+        assert np.array_equal(logits(model, tokenizer), resident_logits)
+
+
+@pytest.mark.full
+def test_a_prompt_of_2048_tokens_reads_each_expert_once():
+    """Of the demonstration model, 10 of 40 in memory: bytes are misses times records, and no expert misses twice."""
+    model, tokenizer = load(dtype=mx.float32, expert_slots=10, usage=False, read_ahead=False)
+    with model:
+        ids = (tokenizer.encode(Path(__file__).read_text()) * 2)[:2048]
+        assert len(ids) == 2048
+        mx.eval(model.streams(mx.array([ids])))
+        stats, records = model.experts_stats, model._experts.records
+        layers = range(model.config.num_hidden_layers)
+        assert all(stats.layer_misses[i] <= 40 for i in layers) and sum(stats.layer_misses) > 8 * 30
+        assert stats.bytes_read == sum(stats.layer_misses[i] * records[i][1] for i in layers)
 
 
 @pytest.mark.sample(1)

@@ -100,6 +100,43 @@ def test_files_of_llama_cpp(oracle, name, slots):
         assert greedy(model, 6) == greedy(whole, 6)
 
 
+PROMPTS = tuple(np.roll(IDS, 7 * i)[: 9 + 7 * i] for i in range(5))
+
+
+@pytest.fixture(scope="module")
+def whole_files(oracle):
+    """By name, once: logits of the model in memory, and 64 tokens after each of five prompts."""
+    found = {}
+
+    def get(name: str) -> tuple[np.ndarray, list[list[int]]]:
+        if name not in found:
+            with load_model(oracle / f"{name}.gguf", mx.float32, resident=True)[0] as model:
+                found[name] = logits(model), [greedy(model, 64, prompt) for prompt in PROMPTS]
+        return found[name]
+
+    return get
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("threads", [1, 2, 8])
+@pytest.mark.parametrize("read_ahead", [True, False])
+@pytest.mark.parametrize("slots", [8, 12, 20])
+@pytest.mark.parametrize("name", ["IQ2_XS-IQ4_NL-Q8_0", "IQ2_S-Q2_0-Q6_K"])
+def test_texts_of_files_of_llama_cpp(oracle, whole_files, monkeypatch, name, slots, threads, read_ahead):
+    """Also while reads take 0 to 20 ms more, and after resizes; 16 experts per layer, so 20 slots hold all."""
+    want, texts = whole_files(name)
+    file = oracle / f"{name}.gguf"
+    with load_model(file, mx.float32, expert_slots=slots, io_threads=threads, read_ahead=read_ahead)[0] as model:
+        assert np.array_equal(logits(model), want)
+        assert [greedy(model, 64, prompt) for prompt in PROMPTS] == texts
+        assert (model.experts_stats.misses > 0) == (slots < 16)
+        for other in (6, 16, slots):
+            model.resize_experts(other)
+            assert np.array_equal(logits(model), want) and greedy(model, 16, PROMPTS[0]) == texts[0][:16]
+        monkeypatch.setattr(os, "preadv", delayed(0.02))
+        assert np.array_equal(logits(model), want) and greedy(model, 16, PROMPTS[1]) == texts[1][:16]
+
+
 def test_residency_follows_from_the_tokens(path, monkeypatch):
     """Counters of slow and fast disks, and of one and eight threads, agree: nothing depends on when a read ends."""
     found = []
