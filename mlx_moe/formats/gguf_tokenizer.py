@@ -6,7 +6,6 @@ tokenizer.json (text is brought to NFC first, then split by a regular expression
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mlx_moe.formats.gguf import GgufFile
 from mlx_moe.formats.safetensors import FileFormatError
+from mlx_moe.scratch import scratch_folder
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
 """tokenizer.ggml.token_type"""
@@ -68,9 +68,9 @@ def load_tokenizer(file: GgufFile, options: Mapping[str, Any] | None = None) -> 
     Args:
         options: keywords for transformers' AutoTokenizer.
     """
-    with tempfile.TemporaryDirectory() as folder:
+    with scratch_folder() as folder:
         save_tokenizer(file, folder)
-        return mlx_lm_load(Path(folder), dict(options or {}), eos_token_ids=stop_ids(file))
+        return mlx_lm_load(folder, dict(options or {}), eos_token_ids=stop_ids(file))
 
 
 def stop_ids(file: GgufFile) -> list[int]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,6 +20,7 @@ from mlx_moe.formats.hub import Request
 from mlx_moe.formats.hub_client import HubError
 from mlx_moe.formats.hub_plan import ChoiceError, PlanError, RepoFile, Variant
 from mlx_moe.formats.safetensors import MAX_HEADER_BYTES, FileFormatError
+from mlx_moe.scratch import scratch_folder
 
 START_BYTES = 1 << 16
 """Read of every file at first; most headers end before."""
@@ -35,8 +35,8 @@ def header_copy(request: Request) -> Iterator[Path]:
 
     Raises HubError or FileFormatError, in one line, when there is no such model.
     """
-    with tempfile.TemporaryDirectory(prefix="mlx-moe-headers-") as name:
-        yield _fetch(request, Path(name))
+    with scratch_folder() as folder:
+        yield _fetch(request, folder)
 
 
 def _fetch(request: Request, folder: Path) -> Path:

@@ -1,0 +1,68 @@
+"""What a killed process leaves among temporary files is removed by the next one, and nothing else is."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+
+import pytest
+
+from mlx_moe.scratch import STALE_S, scratch_folder
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def gone() -> int:
+    """The number of a process that has ended."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def left(folder, name: str, age_s: float = 2 * STALE_S):
+    path = folder / name
+    path.mkdir()
+    (path / "file").write_bytes(b"x")
+    os.utime(path, (0, time.time() - age_s))
+    return path
+
+
+def test_is_empty_and_goes(folder):
+    with pytest.raises(KeyError), scratch_folder() as path:
+        assert path.parent == folder and not os.listdir(path)
+        (path / "file").write_bytes(b"x")
+        raise KeyError
+    assert not os.listdir(folder)
+
+
+def test_what_a_killed_process_left_goes_too(folder, gone):
+    left(folder, f"mlx-moe-{gone}-abc")
+    with scratch_folder() as path:
+        assert os.listdir(folder) == [path.name]
+    assert not os.listdir(folder)
+
+
+def test_nothing_else_goes(folder, gone):
+    kept = [
+        left(folder, f"mlx-moe-{os.getpid()}-abc"),
+        left(folder, f"mlx-moe-{os.getppid()}-abc"),
+        left(folder, f"mlx-moe-{gone}-new", STALE_S / 2),
+        left(folder, f"mlx-moe-{gone}"),
+        left(folder, f"other-{gone}-abc"),
+        left(folder, "mlx-moe-x-abc"),
+    ]
+    target = left(folder, "target")
+    link = folder / f"mlx-moe-{gone}-link"
+    link.symlink_to(target)
+    os.utime(link, (0, time.time() - 2 * STALE_S), follow_symlinks=False)
+    with scratch_folder():
+        pass
+    assert sorted(folder.iterdir()) == sorted([*kept, target, link]) and (target / "file").exists()
