@@ -1,6 +1,7 @@
 """What a streamed model takes in memory, beside its plan: a prompt of random tokens, then single tokens.
 
 usage: python scripts/peak_memory.py MODEL --expert-slots N [--prompt 16] [--steps 3] [--context N]
+           [--prefill-step-size N]
 
 Prints the plan's parts, peaks of MLX's memory (arrays and cache) and of the process, and one JSON line with the
 statistics of streaming. A full measurement fills the context that loading plans for, as --prompt 32750 does; with
@@ -70,8 +71,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--prompt", type=int, default=16)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--context", type=int, default=Wanted.context)
+    parser.add_argument("--prefill-step-size", type=int, default=Wanted.prefill_step_size)
     args = parser.parse_args(argv)
-    args.step = min(args.prompt, Wanted.prefill_step_size)
+    args.step = min(args.prompt, args.prefill_step_size)
     mx.eval(mx.random.normal((64, 64)) @ mx.ones((64, 64)))  # so that what the device's libraries take is there
     before = resident_peak()
     peak = Peak()

@@ -14,8 +14,8 @@ UNPACKED_BYTES = 512 << 20
 """Matrices of the two groups of experts that a prompt runs through at any time."""
 TILE_BYTES, TILE_QUERIES = 64 << 20, 64
 """Keys and values that one tile of a prompt's queries gathers; and its queries, at most."""
-TILES_IN_FLIGHT = 21
-"""How many tiles' worth MLX holds at once: seen with the demonstration model on a CPU, float32."""
+TILES_IN_FLIGHT = 4
+"""How many tiles are queued at once (models.qwen4_exp.attention)."""
 FIRST_CAPACITY = 256
 """Key buffers start at this many positions and double."""
 DELTA_CHUNK = 64

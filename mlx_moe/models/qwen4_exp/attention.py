@@ -13,6 +13,9 @@ from mlx_moe.models.qwen4_exp.indexer import Indexer
 TILE_BYTES = 64 << 20
 """Workspace for the gathered keys and values, or the block scores, of one tile of queries."""
 MAX_TILE = 64
+TILES_IN_FLIGHT = 4
+"""Tiles of a prompt that are queued before the first of them must be done: MLX queues faster than devices compute, and
+would hold all tiles at once."""
 
 
 class SparseAttention(nn.Module):
@@ -92,6 +95,9 @@ class SparseAttention(nn.Module):
             tokens, counts = self.indexer.select(index_q[:, rows], blocks, start + t)
             k, v = (mx.take(source, tokens, axis=1).swapaxes(0, 1) for source in (keys, values))  # [t, Hkv, n, D]
             parts.append(self._attend(q[:, rows].swapaxes(0, 1)[:, :, None], k, v, counts[:, None, None])[:, :, 0])
+            if tile > 1:
+                mx.async_eval(parts[-1])
+                mx.eval(parts[-1 - TILES_IN_FLIGHT : -TILES_IN_FLIGHT])
         out = parts[0] if len(parts) == 1 else mx.concatenate(parts)  # [T, heads, D]
         return out.swapaxes(0, 1)
 
