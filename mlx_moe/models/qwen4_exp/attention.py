@@ -86,20 +86,34 @@ class SparseAttention(nn.Module):
     def _sparse_row(
         self, q: mx.array, index_q: mx.array, keys: mx.array, values: mx.array, blocks: mx.array, start: int
     ) -> mx.array:
-        """Those of one sequence, [heads, T, D] -> [heads, T, D], in tiles."""
+        """Those of one sequence, [heads, T, D] -> [heads, T, D]: a window's one by one, a prompt's in tiles.
+
+        A window's query sees the same kernels as a single step does. In a tile the queries of one KV head and position
+        are rows of one product, since they see the same tokens; kernels for one query would read them for each head.
+        """
         T = q.shape[1]
-        tile = 1 if T <= WINDOW else self._tile(keys, blocks)
-        parts = []
+        if T == 1:
+            return self._step(q, index_q, keys, values, blocks, start)
+        if T <= WINDOW:
+            steps = ((slice(t, t + 1), start + t) for t in range(T))
+            return mx.concatenate([self._step(q[:, r], index_q[:, r], keys, values, blocks, at) for r, at in steps], 1)
+        grouped, tile, parts = q.reshape(self._kv_heads, -1, T, self._dim).swapaxes(1, 2), self._tile(keys, blocks), []
         for t in range(0, T, tile):
             rows = slice(t, t + tile)
             tokens, counts = self.indexer.select(index_q[:, rows], blocks, start + t)
-            k, v = (mx.take(source, tokens, axis=1).swapaxes(0, 1) for source in (keys, values))  # [t, Hkv, n, D]
-            parts.append(self._attend(q[:, rows].swapaxes(0, 1)[:, :, None], k, v, counts[:, None, None])[:, :, 0])
-            if tile > 1:
-                mx.async_eval(parts[-1])
-                mx.eval(parts[-1 - TILES_IN_FLIGHT : -TILES_IN_FLIGHT])
-        out = parts[0] if len(parts) == 1 else mx.concatenate(parts)  # [T, heads, D]
-        return out.swapaxes(0, 1)
+            k, v = (mx.take(source, tokens, axis=1) for source in (keys, values))  # [Hkv, t, n, D]
+            parts.append(self._attend(grouped[:, rows], k, v, counts[:, None]))
+            mx.async_eval(parts[-1])
+            mx.eval(parts[-1 - TILES_IN_FLIGHT : -TILES_IN_FLIGHT])
+        return mx.concatenate(parts, axis=1).swapaxes(1, 2).reshape(q.shape)
+
+    def _step(
+        self, q: mx.array, index_q: mx.array, keys: mx.array, values: mx.array, blocks: mx.array, start: int
+    ) -> mx.array:
+        """One query [heads, 1, D] at position ``start`` -> [heads, 1, D]."""
+        tokens, counts = self.indexer.select(index_q, blocks, start)
+        k, v = (mx.take(source, tokens[0], axis=1)[None] for source in (keys, values))  # [1, Hkv, n, D]
+        return self._attend(q[None], k, v, counts)[0]
 
     def _sparse_step(
         self, q: mx.array, index_q: mx.array, keys: mx.array, values: mx.array, blocks: mx.array, start: int
