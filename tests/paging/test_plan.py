@@ -135,7 +135,7 @@ def test_a_tiny_arena_is_refused(real):
     fits, short = (plan(real, 24 * GIB, memory_bytes=n) for n in (least, least - 1))
     assert fits.require() is fits and fits.slots == 10
     assert short.slots == 10 and short.shortfall_bytes == 1
-    with pytest.raises(ValueError, match=r"9.25 GB are needed for 10 experts per layer and a context of 32768"):
+    with pytest.raises(ValueError, match=r"8.33 GB are needed for 10 experts per layer and a context of 32768"):
         short.require()
 
 
@@ -177,7 +177,7 @@ def test_remedies_help(real):
     again = plan(real, found.machine_bytes, context=262_144, prefill_step_size=8192)
     assert not again.shortfall_bytes and again.slots >= 10
 
-    narrow = Machine(16 * GIB, 11_300_000_000)  # beyond Metal's advice
+    narrow = Machine(16 * GIB, 10_300_000_000)  # beyond Metal's advice
     short = plan(real, narrow, context=131_072)
     found = remedies(short)
     assert short.shortfall_bytes and found.context == 65536 and found.step == 1024

@@ -1,6 +1,7 @@
 """Where experts and n-gram rows come from: what the model asks, whoever answers.
 
-The model does not know whether weights are resident or streamed. Only these two may wait on the device.
+The model does not know whether weights are resident or streamed. In windows only these two may wait on the device; in
+prompts attention does too, so that its tiles do not all take memory at once.
 """
 
 from __future__ import annotations
