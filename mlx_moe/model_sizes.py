@@ -65,7 +65,7 @@ def _located(request: Request) -> Iterator[Path]:
         try:
             yield copy
         except ValueError as error:
-            raise type(error)(re.sub(r"\S*mlx-moe-headers-[^/\s:]*", request.repo, str(error))) from None
+            raise type(error)(re.sub(r"\S*mlx-moe-\d+-headers-[^/\s:]*", request.repo, str(error))) from None
 
 
 def _sizes(found: Description, item_bytes: int, mtp: str | Path | None) -> ModelSizes:

@@ -17,10 +17,13 @@ _NAME = re.compile(r"mlx-moe-(\d+)-")
 
 
 @contextlib.contextmanager
-def scratch_folder() -> Iterator[Path]:
-    """An empty folder among the system's temporary files, removed in the end. Raises OSError where none can be made."""
+def scratch_folder(purpose: str) -> Iterator[Path]:
+    """An empty folder among the system's temporary files, removed in the end. Raises OSError where none can be made.
+
+    purpose: a word in its name, which is mlx-moe-PROCESS-PURPOSE- and something random.
+    """
     _sweep(Path(tempfile.gettempdir()))
-    with tempfile.TemporaryDirectory(prefix=f"mlx-moe-{os.getpid()}-") as name:
+    with tempfile.TemporaryDirectory(prefix=f"mlx-moe-{os.getpid()}-{purpose}-") as name:
         yield Path(name)
 
 

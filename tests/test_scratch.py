@@ -36,7 +36,7 @@ def left(folder, name: str, age_s: float = 2 * STALE_S):
 
 
 def test_is_empty_and_goes(folder):
-    with pytest.raises(KeyError), scratch_folder() as path:
+    with pytest.raises(KeyError), scratch_folder("test") as path:
         assert path.parent == folder and not os.listdir(path)
         (path / "file").write_bytes(b"x")
         raise KeyError
@@ -45,7 +45,7 @@ def test_is_empty_and_goes(folder):
 
 def test_what_a_killed_process_left_goes_too(folder, gone):
     left(folder, f"mlx-moe-{gone}-abc")
-    with scratch_folder() as path:
+    with scratch_folder("test") as path:
         assert os.listdir(folder) == [path.name]
     assert not os.listdir(folder)
 
@@ -63,6 +63,6 @@ def test_nothing_else_goes(folder, gone):
     link = folder / f"mlx-moe-{gone}-link"
     link.symlink_to(target)
     os.utime(link, (0, time.time() - 2 * STALE_S), follow_symlinks=False)
-    with scratch_folder():
+    with scratch_folder("test"):
         pass
     assert sorted(folder.iterdir()) == sorted([*kept, target, link]) and (target / "file").exists()

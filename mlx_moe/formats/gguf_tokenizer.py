@@ -68,7 +68,7 @@ def load_tokenizer(file: GgufFile, options: Mapping[str, Any] | None = None) -> 
     Args:
         options: keywords for transformers' AutoTokenizer.
     """
-    with scratch_folder() as folder:
+    with scratch_folder("tokenizer") as folder:
         save_tokenizer(file, folder)
         return mlx_lm_load(folder, dict(options or {}), eos_token_ids=stop_ids(file))
 

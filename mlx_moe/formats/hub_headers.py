@@ -35,7 +35,7 @@ def header_copy(request: Request) -> Iterator[Path]:
 
     Raises HubError or FileFormatError, in one line, when there is no such model.
     """
-    with scratch_folder() as folder:
+    with scratch_folder("headers") as folder:
         yield _fetch(request, folder)
 
 

@@ -142,10 +142,10 @@ def test_the_wired_limit(plan, real):
 def test_what_does_not_fit(plan, real):
     status, out, _ = plan("--model", real, "--simulate-ram", "12GiB", "--context", "131072")
     assert status == 1 and "It does not fit: " in out and "tokens/s" not in out and "sysctl" not in out
-    for text in ("--context 32768", "a quantisation with dense weights of", "a machine with 15 GiB of memory"):
+    for text in ("--context 65536", "a quantisation with dense weights of", "a machine with 14 GiB of memory"):
         assert text in out, out
-    assert plan("--model", real, "--simulate-ram", "12GiB", "--context", "32768")[0] == 0
-    assert plan("--model", real, "--simulate-ram", "15GiB", "--context", "131072")[0] == 0
+    assert plan("--model", real, "--simulate-ram", "12GiB", "--context", "65536")[0] == 0
+    assert plan("--model", real, "--simulate-ram", "14GiB", "--context", "131072")[0] == 0
 
 
 def test_slots_that_do_not_fit(plan, numbers, real):
