@@ -69,12 +69,12 @@ def _at_once(args: argparse.Namespace, settings: Sequence[MoceConfig | None]) ->
     def interim(scores: Sequence[Score]) -> list[dict[str, Any]]:
         rows = [_row(setting, score, scores[0], args.seed) for setting, score in zip(settings, scores, strict=True)]
         if args.json:
-            _write(args, rows, at_once=True, read_ahead=False, tokens_asked=args.tokens)
+            _write(args, rows, at_once=True, read_ahead=False, eviction="lru", tokens_asked=args.tokens)
         return rows
 
     with model:
         rows = interim(score_at_once(model, texts, settings, args.expert_slots, _say(args.tokens), interim))
-    print(*map(_line, rows), "all at once: read-ahead off, memory simulated", sep="\n", flush=True)
+    print(*map(_line, rows), "all at once: read-ahead off, LRU, memory simulated", sep="\n", flush=True)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

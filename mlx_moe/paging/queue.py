@@ -130,9 +130,11 @@ class _Threads:
         for i in range(self._count):
             mine = (self._urgent, (self._demanded,)) if i < self._reserved else None
             arguments = mine or (self._any, (self._demanded, self._speculative))
-            threading.Thread(
+            thread = threading.Thread(
                 target=_work, args=(self._threads, *arguments), name=f"{self._name}-{i}", daemon=True
-            ).start()
+            )
+            thread.start()
+            self._threads.append(thread)  # too: it may not have come to it when somebody stops it
 
     def add(self, job: Job, demanded: bool) -> None:
         """Queue its pieces."""

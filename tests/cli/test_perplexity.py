@@ -178,7 +178,7 @@ def test_a_table_at_once(run):
     """The same table from one batch as from a run per setting without read-ahead, and it says what it is."""
     argv = ("--one-token", "--tokens", "8", "--table", "bonus=9", "cap=6,none")
     status, rows, out, _ = run(*argv, "--at-once")
-    assert status == 0 and out.splitlines()[-1] == "all at once: read-ahead off, memory simulated"
+    assert status == 0 and out.splitlines()[-1] == "all at once: read-ahead off, LRU, memory simulated"
     one_by_one, printed = run(*argv, "--no-read-ahead")[1:3]
     assert out.splitlines()[:-1] == printed.splitlines() and len(rows) == 3
     for row, want in zip(rows, one_by_one, strict=True):

@@ -172,5 +172,5 @@ def test_the_demonstration_model():
     with load_model(DEMO, resident=True)[0] as model:
         found = score_at_once(model, texts, settings, 10)
     for row in (0, 9, 12, 18):
-        with load_model(DEMO, expert_slots=10, read_ahead=False, moce=settings[row])[0] as model:
+        with load_model(DEMO, expert_slots=10, read_ahead=False, usage=False, moce=settings[row])[0] as model:
             _assert_same(found[row], score(model, texts))
