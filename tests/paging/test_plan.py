@@ -12,6 +12,8 @@ import pytest
 from checkpoints import random_weights, tiny_config, tokens, write
 from mlx_moe.config import ModelConfig
 from mlx_moe.generation import process_prompt
+from mlx_moe.models.qwen4_exp import attention
+from mlx_moe.paging import sizes
 from mlx_moe.paging.arena import SlotArena
 from mlx_moe.paging.plan import (
     PROCESS_BYTES,
@@ -242,6 +244,12 @@ def test_prompts_stay_within_the_workspace(model, length, step):
 def test_longer_steps_take_more_workspace(real):
     sizes = [workspace_bytes(real.config, step, 2, 32768) for step in (1, 512, 2048, 8192)]
     assert sizes == sorted(set(sizes)) and sizes[2] > 1 << 30
+
+
+def test_the_plan_knows_attentions_tiles():
+    """Each module has them, since neither may know the other."""
+    planned = (sizes.TILE_BYTES, sizes.TILE_QUERIES, sizes.TILES_IN_FLIGHT)
+    assert planned == (attention.TILE_BYTES, attention.MAX_TILE, attention.TILES_IN_FLIGHT)
 
 
 def test_attention_within_its_budget_gathers_nothing(real):
