@@ -128,7 +128,7 @@ def workspace_bytes(config: ModelConfig, step: int, item_bytes: int, context: in
     """Temporaries of a prompt's pass of ``step`` tokens that ends at ``context``; decoding takes far less.
 
     Counts streams, tokens sorted by expert, the delta rule's float32 arrays, unpacked experts, and what attention
-    takes. Peaks of the demonstration model (steps of 512 to 2,048, float32, CPU) are at most 4 % above it.
+    takes. Peaks of the demonstration model (steps of 512 to 2,048, float32, CPU) are not above it.
     """
     heads, streams = config.linear_num_value_heads, config.hc_count * config.hidden_size
     sorted_tokens = config.num_experts_per_tok * config.hidden_size
