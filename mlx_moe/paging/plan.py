@@ -187,9 +187,7 @@ def plan_memory(sizes: ModelSizes, machine: Machine, wanted: Wanted) -> MemoryPl
         kv_bytes=attention * keys,
         state_bytes=states,
         snapshot_bytes=wanted.snapshots * states,
-        workspace_bytes=workspace_bytes(
-            config, min(wanted.prefill_step_size, wanted.context), wanted.item_bytes, wanted.context
-        ),
+        workspace_bytes=workspace_bytes(config, wanted.prefill_step_size, wanted.item_bytes, wanted.context),
         row_cache_bytes=row_cache,
         process_bytes=PROCESS_BYTES,
         arena_bytes=sizes.arena_bytes(0),

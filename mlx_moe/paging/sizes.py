@@ -125,11 +125,12 @@ def state_bytes(config: ModelConfig, item_bytes: int) -> int:
 
 
 def workspace_bytes(config: ModelConfig, step: int, item_bytes: int, context: int) -> int:
-    """Temporaries of a prompt's pass of ``step`` tokens that ends at ``context``; decoding takes far less.
+    """Temporaries of a prompt's pass of at most ``step`` tokens that ends at ``context``; decoding takes far less.
 
     Counts streams, tokens sorted by expert, the delta rule's float32 arrays, unpacked experts, and what attention
     takes. Peaks of the demonstration model (steps of 512 to 2,048, float32, CPU) are not above it.
     """
+    step = min(step, context)
     heads, streams = config.linear_num_value_heads, config.hc_count * config.hidden_size
     sorted_tokens = config.num_experts_per_tok * config.hidden_size
     delta = 3 * config.conv_dim + heads * (2 * config.linear_key_head_dim + 4 * config.linear_value_head_dim)
