@@ -1,6 +1,6 @@
-"""Reads of demanded experts against a small C program with as many threads, on the same records; one JSON line last.
+"""Reads of demanded experts against a small C program with 8 threads, on the same records; one JSON line last.
 
-usage: python scripts/bench_reader.py MODEL [--records 200] [--threads 8] [--rounds 5] [--busy] [--cold]
+usage: python scripts/bench_reader.py MODEL [--records 200] [--threads 12] [--rounds 5] [--busy] [--cold]
 
 MODEL is a GGUF file, a folder of one model's shards, or a pack. The same random experts are read by both, turn about:
 by the C program (pread of whole parts, built with ziglang) and by the package's reader, both as a layer's misses are:
@@ -31,9 +31,9 @@ from mlx_moe.formats.gguf import open_gguf
 from mlx_moe.formats.gguf_model import expert_index, model_config
 from mlx_moe.formats.pack import is_pack, open_pack
 from mlx_moe.paging.index import ExpertIndex
-from mlx_moe.paging.reader import ExpertReader, Fill
+from mlx_moe.paging.reader import THREADS, ExpertReader, Fill
 
-AT_ONCE = 10
+AT_ONCE, C_THREADS = 10, 8
 _SOURCE = r"""
 #include <fcntl.h>
 #include <pthread.h>
@@ -108,12 +108,12 @@ def build_graph() -> None:
         x = mx.exp(x * 0.5) + 1
 
 
-def c_seconds(program: Path, index: ExpertIndex, chosen: list[tuple[int, int]], threads: int, busy: bool) -> float:
+def c_seconds(program: Path, index: ExpertIndex, chosen: list[tuple[int, int]], busy: bool) -> float:
     """The C program on these experts; it has the same company as the package's reader."""
     parts = [part for layer, expert in chosen for part in index.reads(layer, expert)]
     lines = "".join(f"{index.files.index(part.file)} {part.offset} {part.length}\n" for part in parts)
     at_once = AT_ONCE * len(parts) // len(chosen)
-    command = [str(program), str(threads), str(at_once), *map(str, index.files)]
+    command = [str(program), str(C_THREADS), str(at_once), *map(str, index.files)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         process.stdin.write(lines)
         process.stdin.close()
@@ -127,7 +127,9 @@ def our_seconds(reader: ExpertReader, fills: list[Fill], busy: bool) -> float:
     started = time.perf_counter()
     for i in range(0, len(fills), AT_ONCE):
         some = fills[i : i + AT_ONCE]
-        jobs = [reader.start(fill, beside=len(some)) for fill in some]
+        together = reader.queue.together()
+        jobs = [reader.start(fill, beside=len(some), together=together) for fill in some]
+        reader.queue.go(together)
         while busy and not all(job.ended for job in jobs):
             build_graph()
         for job in jobs:
@@ -161,7 +163,7 @@ def compare(
         for _ in range(rounds + 1):
             pair = []
             for seconds in (
-                lambda: c_seconds(program, index, chosen, threads, busy),
+                lambda: c_seconds(program, index, chosen, busy),
                 lambda: our_seconds(reader, fills, busy),
             ):
                 if cold:
@@ -179,7 +181,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path)
     parser.add_argument("--records", type=int, default=200)
-    parser.add_argument("--threads", type=int, default=8)
+    parser.add_argument("--threads", type=int, default=THREADS, help="of the package")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--busy", action="store_true", help="build graphs in the main thread meanwhile")
     parser.add_argument("--cold", action="store_true", help="from the disk: give up the page cache before each reading")

@@ -1,11 +1,12 @@
 """What a streamed model takes in memory, beside its plan: a prompt of random tokens, then single tokens.
 
 usage: python scripts/peak_memory.py MODEL --expert-slots N [--prompt 16] [--steps 3] [--context N]
-           [--prefill-step-size N]
+           [--prefill-step-size N] [--tokenizer]
 
 Prints the plan's parts, peaks of MLX's memory (arrays and cache) and of the process, and one JSON line with the
 statistics of streaming. A full measurement fills the context that loading plans for, as --prompt 32750 does; with
-another --context the plan beside the peaks is for that one.
+another --context the plan beside the peaks is for that one. --tokenizer loads the model's tokenizer too, which the plan
+counts with the process.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import time
 import mlx.core as mx
 import numpy as np
 
-from mlx_moe import load_model
+from mlx_moe import load, load_model
 from mlx_moe.generation import generate_tokens
 from mlx_moe.model_sizes import local_sizes
 from mlx_moe.paging.plan import Machine, MemoryPlan, Wanted, plan_memory
@@ -72,6 +73,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--context", type=int, default=Wanted.context)
     parser.add_argument("--prefill-step-size", type=int, default=Wanted.prefill_step_size)
+    parser.add_argument("--tokenizer", action="store_true", help="load the tokenizer too, as users do")
     args = parser.parse_args(argv)
     args.step = min(args.prompt, args.prefill_step_size)
     mx.eval(mx.random.normal((64, 64)) @ mx.ones((64, 64)))  # so that what the device's libraries take is there
@@ -79,7 +81,8 @@ def main(argv: list[str] | None = None) -> None:
     peak = Peak()
     peak.start()
     start = time.perf_counter()
-    model, _ = load_model(args.model, expert_slots=args.expert_slots, prefill_step_size=args.step)
+    loading = load if args.tokenizer else load_model
+    model, _beside = loading(args.model, expert_slots=args.expert_slots, prefill_step_size=args.step)
     loaded_s, loaded_bytes = time.perf_counter() - start, mx.get_active_memory()
     item_bytes = 4 if mx.default_device() == mx.cpu else 2
     planned = plan(args, item_bytes)

@@ -6,6 +6,8 @@ or replaced since it was first seen is refused, since an index of the old one sa
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import logging
 import os
 import threading
@@ -148,7 +150,18 @@ def _named(path: Path, what: str, error: OSError) -> OSError:
 
 
 def _open_buffered(path: Path) -> int:
-    return os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+    with contextlib.suppress(OSError):  # it is advice
+        _read_what_is_asked(descriptor)
+    return descriptor
+
+
+def _read_what_is_asked(descriptor: int) -> None:
+    """Records lie anywhere, so what a system reads ahead of a read by itself is mostly not needed."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+    elif hasattr(fcntl, "F_RDAHEAD"):
+        fcntl.fcntl(descriptor, fcntl.F_RDAHEAD, 0)
 
 
 def _identity(status: os.stat_result) -> tuple[int, int, int, int]:

@@ -238,12 +238,15 @@ class Pager(Flow):
         with self._waits.on_device():
             mx.eval([r.graphs for r in entry.readers if r.places & places])
         entry.readers = [r for r in entry.readers if not r.places & places]
+        together = None if ahead else self._reader.queue.together()
         for admission in admitted:
             assert entry.row[admission.expert] == NO_SLOT and admission.expert not in entry.loads
             assert not any(admission.place in r.places for r in entry.readers), "a pending graph reads this place"
             fill = Fill(layer, admission.expert, self._view(layer, admission))
-            job = self._reader.start(fill, demanded=not ahead, beside=len(admitted))
+            job = self._reader.start(fill, not ahead, len(admitted), together)
             entry.loads[admission.expert] = Load(job, self._number, ahead)
+        if together is not None:
+            self._reader.queue.go(together)
 
     def _end_readers(self, layer: int) -> None:
         """Graphs of earlier passes are evaluated, and hold nothing any more."""

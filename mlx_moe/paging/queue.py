@@ -6,7 +6,9 @@ will run any more; only then is the memory that they write to the caller's again
 Reads must not wait for Python. A thread whose read has returned needs Python's lock before the next can start, and a
 main thread that builds graphs gives it up only every switch interval (5 ms by default). So that interval is at most
 ``SWITCH_S`` while any queue has threads, and between two pieces a thread takes no other lock: pieces stand in deques,
-whose methods are atomic, and wake-ups in ``SimpleQueue``, which waits outside of Python.
+whose methods are atomic, and wake-ups in ``SimpleQueue``, which waits outside of Python. Threads that wake while others
+run Python get it one after another, some 0.2 ms each; so jobs that start together (``Together``) are all queued before
+the first thread wakes, and then who queued them waits until the threads have begun.
 """
 
 from __future__ import annotations
@@ -17,12 +19,15 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from queue import SimpleQueue
 
 Piece = Callable[[], object]
 
 SWITCH_S = 0.00002
 """Of Python's switch interval."""
+BEGIN_S = 0.001
+"""The longest that jobs that start together are waited for to begin; threads may have something else to do."""
 MANY_JOBS = 256
 """With more than these on its list a queue forgets those that have ended."""
 
@@ -76,6 +81,37 @@ class Job:
         self._pieces.clear()
         self.ended = True
         self._over.release()
+
+
+class Together:
+    """Demanded jobs that start at once, with ``JobQueue.go``; made by ``JobQueue.together``.
+
+    Pieces that are never started so are still dropped by ``cancel`` and ``stop``.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._threads, self._left = threads, []  # of the first pieces, one for each thread, those that have not begun
+        self.pieces = 0
+        self._begun = threading.Lock()
+        self._begun.acquire()
+
+    def entry(self, piece: Piece) -> Piece:
+        """What to queue for one of their pieces."""
+        self.pieces += 1
+        if self.pieces > self._threads:
+            return piece
+        self._left.append(self.pieces)
+        return partial(self._begin, piece)
+
+    def wait(self) -> None:
+        """Until as many pieces as there are threads have begun, if there are so many; not longer than ``BEGIN_S``."""
+        if self.pieces:
+            self._begun.acquire(timeout=BEGIN_S)
+
+    def _begin(self, piece: Piece) -> object:
+        if self._left.pop() == 1:  # atomic, so one thread alone is the last
+            self._begun.release()
+        return piece()
 
 
 _Entry = tuple[Job, Piece]
@@ -136,20 +172,21 @@ class _Threads:
             thread.start()
             self._threads.append(thread)  # too: it may not have come to it when somebody stops it
 
-    def add(self, job: Job, demanded: bool) -> None:
-        """Queue its pieces."""
+    def add(self, job: Job, demanded: bool, together: Together | None) -> None:
+        """Queue its pieces. together: and wake nobody."""
         if len(self._jobs) > MANY_JOBS:
             self._jobs = [one for one in self._jobs if not one.ended]
         self._jobs.append(job)
-        entries = [(job, piece) for piece in job._pieces]
+        entries = [(job, piece if together is None else together.entry(piece)) for piece in job._pieces]
         (self._demanded if demanded else self._speculative).extend(entries)
-        self._wake(len(entries), demanded)
+        if together is None:
+            self.wake(len(entries), demanded)
 
     def promote(self, job: Job) -> None:
         """What waits of a speculative job goes behind the demanded ones."""
         moved = [entry for entry in list(self._speculative) if entry[0] is job and _taken(self._speculative, entry)]
         self._demanded.extend(moved)
-        self._wake(len(moved), True)
+        self.wake(len(moved), True)
 
     def cancel(self, job: Job) -> None:
         """What waits of it will not run."""
@@ -183,7 +220,8 @@ class _Threads:
                 job._end()
         _switching.release(self)
 
-    def _wake(self, count: int, demanded: bool) -> None:
+    def wake(self, count: int, demanded: bool) -> None:
+        """Threads, for so many pieces."""
         for _ in range(count):
             self._any.put(True)
             if demanded and self._reserved:
@@ -222,18 +260,36 @@ class JobQueue:
         self._now: list[_Threads] = []  # at most one that may run
         self._finalizer = weakref.finalize(self, _stop, self._now)
 
-    def submit(self, pieces: Iterable[Piece], demanded: bool = True, check: Piece | None = None) -> Job:
+    def submit(
+        self,
+        pieces: Iterable[Piece],
+        demanded: bool = True,
+        check: Piece | None = None,
+        together: Together | None = None,
+    ) -> Job:
         """Run the pieces of a new job, before or after all others: demanded ones in their order, then the rest.
 
-        check: run by who waits for it, once all pieces have run; may raise.
+        Args:
+            check: run by who waits for it, once all pieces have run; may raise.
+            together: the job is demanded, and runs from ``go`` on.
         """
         job = Job(pieces, check)
         if self._now and self._now[0].stopping:
             self.stop()  # which an interrupt ended early
         if not self._now:
             self._start()
-        self._now[0].add(job, demanded)
+        self._now[0].add(job, demanded or together is not None, together)
         return job
+
+    def together(self) -> Together:
+        """For ``submit`` and ``go``."""
+        return Together(self._count)
+
+    def go(self, together: Together) -> None:
+        """Start what was submitted with it; returns when threads have begun, at most a moment later."""
+        if self._now:
+            self._now[0].wake(together.pieces, True)
+            together.wait()
 
     def promote(self, job: Job) -> None:
         """A speculative job is demanded now."""

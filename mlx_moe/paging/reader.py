@@ -15,12 +15,13 @@ import numpy as np
 
 from mlx_moe.paging.files import Direct, Files
 from mlx_moe.paging.index import ExpertIndex
-from mlx_moe.paging.queue import Job, JobQueue, Piece
+from mlx_moe.paging.queue import Job, JobQueue, Piece, Together
 from mlx_moe.paging.waits import Waits
 
 __all__ = ["PIECE_BYTES", "THREADS", "Direct", "ExpertReader", "Files", "Fill", "can_be_direct"]
 
-THREADS = 8
+THREADS = 12
+"""More than the eight reads that keep an SSD busy, since some threads always wait for their turn at Python."""
 PIECE_BYTES = 512 << 10
 """Reads are not split below this, a multiple of every alignment that direct reads need."""
 
@@ -62,14 +63,16 @@ class ExpertReader:
             piece()
         check()
 
-    def start(self, fill: Fill, demanded: bool = True, beside: int = 1) -> Job:
+    def start(self, fill: Fill, demanded: bool = True, beside: int = 1, together: Together | None = None) -> Job:
         """Let the threads read one expert; the job's ``wait`` raises OSError naming file and expert.
 
-        beside: how many are started together, this one among them.
+        Args:
+            beside: how many are started at about the same time, this one among them.
+            together: of the queue, where they start with its ``go``.
         """
         share = -(-beside * fill.target.nbytes // self._threads)  # of a thread, when all take part
         pieces, check = self._pieces(*fill, -(-share // PIECE_BYTES) * PIECE_BYTES)
-        return self.queue.submit(pieces, demanded, check)
+        return self.queue.submit(pieces, demanded, check, together)
 
     def fill(self, fills: Iterable[Fill]) -> Iterator[int]:
         """Read many; yields the bytes of each when it is there. The threads end with it.

@@ -6,11 +6,12 @@ import gc
 import subprocess
 import sys
 import threading
+import time
 import weakref
 
 import pytest
 
-from mlx_moe.paging.queue import MANY_JOBS, SWITCH_S, Cancelled, JobQueue
+from mlx_moe.paging.queue import BEGIN_S, MANY_JOBS, SWITCH_S, Cancelled, JobQueue
 
 
 class Gate:
@@ -93,6 +94,58 @@ def test_the_first_error_reaches_everyone_who_waits(queue):
     assert not done
     queue.submit([lambda: done.append(2)]).wait()
     assert done == [2], "the thread goes on"
+
+
+@pytest.mark.parametrize("count", [1, 3, 4, 9])
+def test_jobs_that_start_together(count):
+    """Nothing runs before ``go``, which returns when each thread has begun; all of them run."""
+    queue, done, gate = JobQueue(4, "queue"), [], threading.Event()
+    together = queue.together()
+
+    def piece(i: int) -> None:
+        done.append(i)
+        assert gate.wait(10)
+
+    jobs = [queue.submit([lambda i=i: piece(i)], together=together) for i in range(count)]
+    time.sleep(0.02)
+    assert not done
+    queue.go(together)
+    for _ in range(1000):  # a busy machine may take longer than go waits
+        if len(done) == min(count, 4):
+            break
+        time.sleep(0.005)
+    assert sorted(done) == list(range(min(count, 4)))
+    gate.set()
+    for job in jobs:
+        job.wait()
+    assert sorted(done) == list(range(count))
+    queue.stop()
+
+
+def test_go_does_not_wait_for_threads_that_are_busy(queue):
+    gate, together, done = blocked(queue), queue.together(), []
+    job = queue.submit([lambda: done.append(1)], together=together)
+    start = time.perf_counter()
+    queue.go(together)
+    spent = time.perf_counter() - start
+    assert not done and BEGIN_S / 2 < spent < 1
+    gate.open.set()
+    job.wait()
+    assert done == [1]
+
+
+def test_nothing_waits_for_jobs_that_never_started(queue):
+    """An interrupt may come between ``submit`` and ``go``; then they are cancelled, or the queue stops."""
+    together, done = queue.together(), []
+    jobs = [queue.submit([lambda: done.append(1)] * 2, together=together) for _ in range(2)]
+    queue.cancel(jobs[0])
+    queue.stop()
+    for job in jobs:
+        with pytest.raises(Cancelled):
+            job.wait()
+    queue.go(together)
+    queue.submit([lambda: done.append(2)]).wait()
+    assert done == [2]
 
 
 def test_jobs_without_pieces_have_ended(queue):

@@ -402,10 +402,10 @@ def test_a_failed_read_ahead_costs_a_counter(path, resident, monkeypatch):
         speculative: dict[int, bool] = {}
         reader, start = model._experts.reader, model._experts.reader.start
 
-        def started(fill, demanded=True, beside=1):
+        def started(fill, demanded, beside, together):
             if not demanded:
                 speculative.update({p.offset: True for p in reader._index.reads(fill.layer, fill.expert)[:1]})
-            return start(fill, demanded)
+            return start(fill, demanded, beside, together)
 
         monkeypatch.setattr(reader, "start", started)
         monkeypatch.setattr(os, "preadv", read)
