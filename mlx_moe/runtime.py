@@ -26,6 +26,7 @@ from mlx_moe.pack_loading import load_pack
 from mlx_moe.paging.budget import Paging
 from mlx_moe.paging.plan import Wanted
 from mlx_moe.paging.reader import THREADS
+from mlx_moe.paging.token_reads import NO_REPLAY
 from mlx_moe.routing_settings import Moce, moce_settings
 from mlx_moe.verdicts import require_kernels
 from mlx_moe.weights import (
@@ -69,6 +70,7 @@ def load_model(
     resident: bool = False,
     io_threads: int = THREADS,
     read_ahead: bool = True,
+    read_by_token: bool = False,
     io: str | None = None,
     moce: Moce = None,
     prefill_step_size: int = Wanted.prefill_step_size,
@@ -103,6 +105,8 @@ def load_model(
         resident: all experts in memory, or an error.
         io_threads: that read experts.
         read_ahead: read what the next layer will probably need.
+        read_by_token: read also, for all layers as soon as a token is known, what it used in earlier text, as was
+            learned: more experts are in memory when they are needed, and more bytes are read. Not with record_routing.
         io: "direct" past the page cache, with a warning where that cannot be, or "buffered"; None is direct, quietly.
         moce: prefer experts in memory (cache-aware routing); output then depends on how many there are and on what was
             in memory before. True takes the model's own settings (generation_config.json, else MoceConfig's), a mapping
@@ -125,6 +129,8 @@ def load_model(
     """
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype}; allowed: float32, bfloat16, float16")
+    if record_routing is not None and read_by_token:
+        raise ValueError(NO_REPLAY)
     if record_routing is not None and not Path(record_routing).resolve().parent.is_dir():
         raise ValueError(f"record_routing is {record_routing}, whose folder does not exist; make it first")
     source = model_folder(path, revision)
@@ -140,6 +146,7 @@ def load_model(
         resident=resident,
         io_threads=io_threads,
         read_ahead=read_ahead,
+        read_by_token=read_by_token,
         io=io,
         moce=moce_settings(source, moce),
         prefill_step_size=prefill_step_size,

@@ -21,6 +21,7 @@ from mlx_moe.paging.residency import Room
 from mlx_moe.paging.resident import ResidentRows
 from mlx_moe.paging.rows import FileRows
 from mlx_moe.paging.sizes import ModelSizes
+from mlx_moe.paging.token_memory import TokenMemory
 from mlx_moe.paging.usage import Usage, blend
 from mlx_moe.platform import DIRECT_ALIGNMENT, MemoryLimits, device, max_buffer_bytes, open_direct, taken_bytes
 from mlx_moe.usage_store import UsageStore
@@ -110,7 +111,17 @@ def _learning(index: ExpertIndex, plan: MemoryPlan, paging: Paging) -> Learning 
         usage if paging.seed == "usage" else None, profile, layers, config.num_experts, config.num_experts_per_tok
     )
     before = usage or Usage.none(layers, config.num_experts)
-    return Learning(seed, before, store.saver() if paging.usage else None, paging.by_frequency)
+    save, save_tokens = store.savers() if paging.usage else (None, None)
+    tokens = _tokens(store, paging) if paging.read_by_token else None
+    if tokens is None or paging.seed != "usage":
+        save_tokens = None  # which would replace what is remembered by what this run learned alone
+    return Learning(seed, before, save, paging.by_frequency, tokens, save_tokens)
+
+
+def _tokens(store: UsageStore, paging: Paging) -> TokenMemory:
+    """What is remembered by token, empty where the start is not to follow from it."""
+    found = store.read_tokens() if paging.seed == "usage" else None
+    return found or TokenMemory(store.trunk, store.experts, store.top_k)
 
 
 def _reader(index: ExpertIndex, paging: Paging) -> ExpertReader:

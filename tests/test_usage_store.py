@@ -126,7 +126,7 @@ def test_no_folder_at_all(tmp_path, store, monkeypatch, caplog):
     """One warning, and then nothing; the model goes on."""
     nowhere = replace(store, paths={"usage": (), "profile": ()})
     assert nowhere.read("usage") is None
-    save = nowhere.saver()
+    save, _ = nowhere.savers()
     for _ in range(3):
         save(usage(store))
     assert [r.levelno for r in caplog.records] == [logging.WARNING] and "not remembered" in caplog.text

@@ -98,6 +98,12 @@ def _add_paging(out: argparse.ArgumentParser) -> None:
         default=None,
         help="do not read what the next layer will probably need",
     )
+    out.add_argument(
+        "--read-by-token",
+        action="store_true",
+        default=None,
+        help="read ahead, too, what a token used in earlier text: more hits, more bytes",
+    )
     out.add_argument("--io", choices=("direct", "buffered"), help="past the page cache or through it (default: direct)")
 
 
@@ -146,8 +152,8 @@ def add_recording(out: argparse.ArgumentParser) -> None:
 
 def paging(args: argparse.Namespace) -> dict[str, Any]:
     """Keywords of ``load`` for the options of paging, of recording and of cache-aware routing that were given."""
-    names = ("memory", "expert_slots", "resident", "io_threads", "read_ahead", "io", "prefill_step_size")
-    names += ("usage", "seed_residency", "eviction", "record_routing")
+    names = ("memory", "expert_slots", "resident", "io_threads", "read_ahead", "read_by_token", "io")
+    names += ("prefill_step_size", "usage", "seed_residency", "eviction", "record_routing")
     given = {name: value for name in names if (value := getattr(args, name, None)) is not None}
     settings = moce(args)
     return given if settings is None else given | {"moce": settings}

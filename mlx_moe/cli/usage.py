@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         gone = [str(path) for path in store.reset()]
         print(json.dumps({"deleted": gone}) if args.json else "\n".join(f"Deleted {path}" for path in gone) or _NOTHING)
         return 0
-    found = {kind: _found(store, kind) for kind in ("usage", "profile")}
+    found = {kind: _found(store, kind) for kind in ("usage", "profile")} | {"by_token": _by_token(store)}
     print(json.dumps({"fingerprint": store.mark} | found, indent=2) if args.json else "\n".join(_lines(found)))
     return 0
 
@@ -78,10 +78,19 @@ def _found(store: UsageStore, kind: str) -> dict[str, Any] | None:
     return {"file": str(store.find(kind)), "tokens": usage.tokens, "layers": layers}
 
 
+def _by_token(store: UsageStore) -> dict[str, Any] | None:
+    """The file of what is remembered by token, and of how many tokens it is."""
+    memory = store.read_tokens()
+    return None if memory is None else {"file": str(store.find("tokens")), "known": memory.known}
+
+
 def _lines(found: dict[str, dict[str, Any] | None]) -> list[str]:
     out = []
     for kind, what in found.items():
         if what is None:
+            continue
+        if kind == "by_token":
+            out.append(f"by token: {what['known']} of the vocabulary, {what['file']}")
             continue
         out += [f"{kind}: {what['tokens']} tokens, {what['file']}", "layer  top quarter  experts used most"]
         for layer in what["layers"]:

@@ -25,6 +25,7 @@ class Paging:
         resident: all experts stand in memory, or loading fails.
         io_threads: that read.
         read_ahead: read what the next layer will probably need.
+        read_by_token: read also, for all layers as soon as a token is known, what it used before, as was learned.
         io: "direct" goes past the page cache and says where it cannot, "buffered" never does; None is direct, quietly.
         moce: prefer experts in memory in windows, which changes output; None is the plain router.
         prefill_step_size: prompt tokens per pass that are planned for.
@@ -41,6 +42,7 @@ class Paging:
     resident: bool = False
     io_threads: int = THREADS
     read_ahead: bool = True
+    read_by_token: bool = False
     io: str | None = None
     moce: MoceConfig | None = None
     prefill_step_size: int = Wanted.prefill_step_size
@@ -64,6 +66,8 @@ class Paging:
         for name, allowed in (("seed_residency", SEEDS), ("eviction", EVICTIONS)):
             if getattr(self, name) not in (None, *allowed):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: {', '.join(allowed)}")
+        if self.read_by_token and not self.read_ahead:
+            raise ValueError("read_by_token reads ahead, which is off; leave out one of them")
         if self.seed_residency == "usage" and not self.usage:
             raise ValueError("seed_residency is usage, which is off; choose profile or empty")
         if self.memory is not None:

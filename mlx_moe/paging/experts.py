@@ -36,6 +36,7 @@ from mlx_moe.paging.recorder import RoutingRecorder, fingerprint
 from mlx_moe.paging.residency import Limits, Readers, Room
 from mlx_moe.paging.routing import WindowRouter
 from mlx_moe.paging.statistics import ExpertStats
+from mlx_moe.paging.token_reads import NO_REPLAY, TokenReads
 from mlx_moe.paging.trace import KEPT, Residency, TraceHeader, TraceWriter
 
 logger = logging.getLogger(__name__)
@@ -96,12 +97,15 @@ class ArenaExperts:
         self._pager = Pager(index, slots, room, self.reader, usage, learning is not None and learning.by_worth)
         self._closed, self._limits, self._recorder = False, limits, None
         self._seed, self._keeper, self._start, self._eviction = None, None, {}, {}
+        self._by_token: TokenReads | None = None
         if learning is not None:
             if learning.by_worth:
                 counts = None if learning.seed.kind == "empty" else tuple(map(tuple, learning.seed.counts.tolist()))
                 self._eviction = {"eviction": "frequency", "start_counts": counts}
             self._seed, self._keeper = learning.seed, Keeper(learning, usage, self._pager.present_experts)
-            self._start = {"seed": learning.seed.kind, "seed_hash": learning.seed.digest}
+            self._start = {"seed": learning.seed.kind, "seed_hash": learning.digest}
+            if learning.tokens is not None:
+                self._by_token = TokenReads(learning.tokens, self._pager, self._top_k)
             weakref.finalize(self, self._keeper.save)  # at the end of the process too
         if limits is not None:
             limits.hold(self._pager.nbytes)
@@ -183,6 +187,8 @@ class ArenaExperts:
                 rest.callback(self._recorder.close)
             if self._keeper is not None:
                 self._pager.keep_pass()
+                if self._by_token is not None:
+                    self._by_token.keep_pass()
                 self._keeper.save()
 
     def bind(self, routers: Sequence[mx.array]) -> None:
@@ -193,6 +199,8 @@ class ArenaExperts:
 
     def record(self, file: str | Path, routers: Sequence[mx.array], dtype: mx.Dtype) -> None:
         """See ExpertSource."""
+        if self._by_token is not None:  # a recording holds routers' logits alone
+            raise ValueError(NO_REPLAY)
         layers, pager = self._index.layers, self._pager  # and not self, which would never be forgotten
         header = TraceHeader(
             fingerprint=fingerprint(routers),
@@ -221,6 +229,8 @@ class ArenaExperts:
         if self._recorder is not None:
             self._recorder.begin(*window_ids.shape)
         self._pager.begin(*window_ids.shape)
+        if self._by_token is not None:
+            self._by_token.begin(window_ids)
         if self._keeper is not None:
             self._keeper.tick()
 
@@ -229,12 +239,16 @@ class ArenaExperts:
         if self._recorder is not None:
             self._recorder.commit(accepted)
         self._pager.commit(accepted)
+        if self._by_token is not None:
+            self._by_token.commit(accepted)
 
     def abort(self) -> None:
         """See ExpertSource."""
         if not self._closed:
             if self._recorder is not None:
                 self._recorder.interrupted()
+            if self._by_token is not None:
+                self._by_token.abort()
             self._pager.abort()
 
     def moe(self, layer: int, x: mx.array, logits: mx.array, shared: mx.array, phase: str = "decode") -> mx.array:
@@ -283,6 +297,8 @@ class ArenaExperts:
         mx.async_eval(shared, partials)
         ids = self.reader.waits.values(routing.ids)
         self._windows.count(layer, routing)
+        if self._by_token is not None:
+            self._by_token.used(layer, ids, window=True)
         partials = self._with_missing(layer, x, ids, partials, soon)
         y = expert_combine(partials, routing.weights, shared, x.dtype)
         mx.async_eval(y)  # the device has work while the next layer is built
@@ -352,6 +368,8 @@ class ArenaExperts:
         mx.async_eval(shared)  # on its own, or the ids would be ready only when this is
         chosen = self.reader.waits.values(ids).reshape(-1)
         self._pager.prompted(layer, chosen.reshape(-1, self._top_k))
+        if self._by_token is not None:
+            self._by_token.used(layer, chosen.reshape(-1, self._top_k), window=False)
         order = np.argsort(chosen, kind="stable")
         groups = list(self._groups(layer, chosen[order], x.dtype))
         reads = PromptReads(self._pager, layer, [group.experts for group in groups], Counter(chosen.tolist()))

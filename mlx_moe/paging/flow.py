@@ -153,10 +153,24 @@ class Flow:
         self.settle(layer)
         self._start(layer, self._layers[layer].policy.ahead(list(dict.fromkeys(experts)), most), ahead=True)
 
-    def settle(self, layer: int) -> None:
-        """What an earlier pass read ahead stands in the row from now on; what could not be read is gone."""
+    def early(self, layer: int, experts: Sequence[int], most: int) -> None:
+        """As ``ahead``, before the pass comes to the layer, in whose row they then stand; none of them leaves for
+        another of them.
+        """
+        self.settle(layer)
+        entry = self._layers[layer]
+        admitted = entry.policy.ahead(experts, most, stay=experts)
+        self._start(layer, admitted, ahead=True)
+        for admission in admitted:
+            entry.loads[admission.expert] = entry.loads[admission.expert]._replace(early=True)
+
+    def settle(self, layer: int, early: bool = False) -> None:
+        """What an earlier pass read ahead stands in the row from now on; what could not be read is gone.
+
+        early: what ``early`` read in this pass, too.
+        """
         for expert, load in list(self._layers[layer].loads.items()):
-            if load.number < self._number:
+            if load.number < self._number or (early and load.early):
                 self._end(layer, expert)
 
     def _kept(self, ids: Sequence[np.ndarray], accepted: int) -> np.ndarray:

@@ -78,7 +78,7 @@ class Pager(Flow):
 
     def row(self, layer: int) -> mx.array:
         """Slot words [E] of a layer, uint32, for the graphs of this moment."""
-        self.settle(layer)
+        self.settle(layer, early=True)
         return mx.array(self._layers[layer].row)
 
     def words(self, layer: int, ids: np.ndarray, only: Iterable[int]) -> np.ndarray:

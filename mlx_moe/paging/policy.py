@@ -16,7 +16,7 @@ the first, a read into memory is under way for the others); hidden ones do not c
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -109,16 +109,19 @@ class LayerPolicy:
             self._pinned.update(experts)
         return missing
 
-    def admit(self, experts: Sequence[int], victims: Iterable[int] | None = None) -> list[Admission]:
+    def admit(
+        self, experts: Sequence[int], victims: Iterable[int] | None = None, stay: Collection[int] = ()
+    ) -> list[Admission]:
         """Places for experts that have none, in this order, at the oldest end; hidden until ``show``.
 
         Args:
             victims: who leaves first; as ``leaving`` by default. Pinned ones stay unless they are named here.
+            stay: experts that do not leave.
 
         Returns:
             One for each expert, fewer where no place is left.
         """
-        leaving, out = self._who_may_leave(victims), []
+        leaving, out = self._who_may_leave(victims, stay), []
         for expert in experts:
             evicted = None
             if not self._free:
@@ -133,10 +136,13 @@ class LayerPolicy:
             out.append(Admission(expert, place, evicted))
         return out
 
-    def ahead(self, experts: Iterable[int], most: int) -> list[Admission]:
-        """Places for experts that may be needed soon: not pinned, hidden, no more than ``most`` of them at a time."""
+    def ahead(self, experts: Iterable[int], most: int, stay: Collection[int] = ()) -> list[Admission]:
+        """Places for experts that may be needed soon: not pinned, hidden, no more than ``most`` of them at a time.
+
+        stay: experts that do not leave for them.
+        """
         absent = [e for e in experts if e not in self._order]
-        out = self.admit(absent[: max(0, most - len(self._hidden))])
+        out = self.admit(absent[: max(0, most - len(self._hidden))], stay=stay)
         self._ahead.update(admission.expert for admission in out)
         return out
 
@@ -169,11 +175,11 @@ class LayerPolicy:
         self._hidden.clear()
         self._pinned.clear()
 
-    def _who_may_leave(self, victims: Iterable[int] | None) -> Iterator[int]:
+    def _who_may_leave(self, victims: Iterable[int] | None, stay: Collection[int]) -> Iterator[int]:
         """See ``admit``. Nothing is sorted before the first is asked for."""
         pinned = self._pinned if victims is None else frozenset()
         for expert in self.leaving if victims is None else victims:
-            if expert in self._order and expert not in pinned and expert not in self._hidden:
+            if expert in self._order and not (expert in pinned or expert in self._hidden or expert in stay):
                 yield expert
 
     def _evict(self, expert: int) -> None:

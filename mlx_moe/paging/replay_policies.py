@@ -7,7 +7,7 @@ and prompts work as they do there.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from mlx_moe.paging.policy import Admission, LayerPolicy
 
@@ -113,14 +113,16 @@ class PooledLayer(LayerPolicy):
         """See LayerPolicy."""
         return self._pool.slots - self._pool.fixed()
 
-    def admit(self, experts: Sequence[int], victims: Iterable[int] | None = None) -> list[Admission]:
+    def admit(
+        self, experts: Sequence[int], victims: Iterable[int] | None = None, stay: Collection[int] = ()
+    ) -> list[Admission]:
         """See LayerPolicy. Where this layer's victims do not suffice, those of the pool follow."""
         own = None if victims is None else iter(victims)
         out = []
         for expert in experts:
             if len(self._pool.order) >= self._pool.slots and not self._make_room(own):
                 break
-            out += super().admit([expert])
+            out += super().admit([expert], stay=stay)
             self._pool.order[self._layer, expert] = None
             self._pool.order.move_to_end((self._layer, expert), last=False)
         return out

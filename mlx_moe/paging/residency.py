@@ -42,11 +42,15 @@ class Limits(Protocol):
 
 
 class Load(NamedTuple):
-    """A read under way into an expert's place (None where nothing is read), and the pass that started it."""
+    """A read under way into an expert's place (None where nothing is read), and the pass that started it.
+
+    early: ahead, and to stand in the row when its layer is reached in the same pass.
+    """
 
     job: Job | None
     number: int
     ahead: bool
+    early: bool = False
 
 
 @dataclass(eq=False)

@@ -921,27 +921,29 @@ def streamed(tmp_path_factory) -> Path:
 
 
 PAGING = {
-    (): (40, 8, True, True),
-    ("--expert-slots", "9"): (9, 8, True, True),
-    ("--memory", "of 9"): (9, 8, True, True),
-    ("--io-threads", "3"): (40, 3, True, True),
-    ("--no-read-ahead",): (40, 8, False, True),
-    ("--io", "buffered"): (40, 8, True, False),
-    ("--memory", "9GB", "--resident"): (40, 8, True, True),
+    (): (40, 12, True, False, True),
+    ("--expert-slots", "9"): (9, 12, True, False, True),
+    ("--memory", "of 9"): (9, 12, True, False, True),
+    ("--io-threads", "3"): (40, 3, True, False, True),
+    ("--no-read-ahead",): (40, 12, False, False, True),
+    ("--read-by-token", "--expert-slots", "9"): (9, 12, True, True, True),
+    ("--io", "buffered"): (40, 12, True, False, False),
+    ("--memory", "9GB", "--resident"): (40, 12, True, False, True),
 }
 
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("flags", PAGING, ids=" ".join)
 def test_paging(run, streamed, monkeypatch, flags):
-    """Slots per layer, threads, read-ahead, direct reads; the text is the same."""
+    """Slots per layer, threads, read-ahead, also by token, direct reads; the text is the same."""
     seen, original = [], session.load
 
     def load(*args, **kwargs):
         model, tokenizer = original(*args, **kwargs)
         experts = model._experts
         direct = experts.reader.files._direct is not None
-        seen.append((model.experts_stats.slots, experts.reader._threads, experts._read_ahead, direct))
+        by_token = experts._by_token is not None
+        seen.append((model.experts_stats.slots, experts.reader._threads, experts._read_ahead, by_token, direct))
         return model, tokenizer
 
     monkeypatch.setattr(session, "load", load)
@@ -1040,7 +1042,7 @@ COVERED = {
     **dict.fromkeys(("--memory", "--expert-slots", "--resident"), test_paging),
     "--record-routing": test_record_routing,
     **dict.fromkeys(("--seed-residency", "--no-usage", "--eviction"), test_usage),
-    **dict.fromkeys(("--io-threads", "--no-read-ahead", "--io"), test_paging),
+    **dict.fromkeys(("--io-threads", "--no-read-ahead", "--read-by-token", "--io"), test_paging),
     **dict.fromkeys(REFUSED, test_refused_flags),
     "--help": test_help_of_a_verb,
     "--model": test_model_and_its_default,
