@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 
 ROWS = 4096
-"""Tokens that are remembered. Of 8,192 that text of the demonstration model has, half as many rows cost 0.5 points."""
+"""Tokens that are remembered; a text of the demonstration model has up to 8,192, which would bring half a point more."""
 LIKELY, DOUBT = 0.4, 8
 """Share from which an expert is read ahead; and cases without it that are counted with those of every token, since few
 cases tell little. NOTES.md has what other values do: a lower share hits more often and reads more."""
