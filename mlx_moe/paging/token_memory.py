@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 
 ROWS = 4096
-"""Tokens that are remembered; a text of the demonstration model has up to 8,192, which would bring half a point more."""
+"""Tokens that are remembered. Text of the demonstration model has 8,192; to remember all brings half a point."""
 LIKELY, DOUBT = 0.4, 8
 """Share from which an expert is read ahead; and cases without it that are counted with those of every token, since few
 cases tell little. NOTES.md has what other values do: a lower share hits more often and reads more."""
