@@ -2,7 +2,7 @@
 
 usage: python scripts/bench_reader.py MODEL [--records 200] [--threads 12] [--rounds 5] [--busy] [--cold]
 
-MODEL is a GGUF file, a folder of one model's shards, or a pack. The same random experts are read by both, turn about:
+MODEL is a GGUF file, a folder of one model's shards, or a pack. The same random experts are read by both, in turns:
 by the C program (pread of whole parts, built with ziglang) and by the package's reader, both as a layer's misses are:
 ten records at a time, waited for together. ``--busy`` lets the main thread build graphs beside both. Files are in the
 page cache after the first round, which is not counted; with ``--cold`` their pages are given up before every reading
@@ -34,6 +34,7 @@ from mlx_moe.paging.index import ExpertIndex
 from mlx_moe.paging.reader import THREADS, ExpertReader, Fill
 
 AT_ONCE, C_THREADS = 10, 8
+REST_S = 0.1
 _SOURCE = r"""
 #include <fcntl.h>
 #include <pthread.h>
@@ -138,7 +139,8 @@ def our_seconds(reader: ExpertReader, fills: list[Fill], busy: bool) -> float:
 
 
 def forget(index: ExpertIndex) -> None:
-    """Have the system drop the files' pages."""
+    """Have the system drop the files' pages, once it has read what it meant to read ahead in the reading before."""
+    time.sleep(REST_S)
     for path in index.files:
         descriptor = os.open(path, os.O_RDONLY)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -161,14 +163,11 @@ def compare(
         program = build(Path(folder))
         pairs = []
         for _ in range(rounds + 1):
-            pair = []
-            for seconds in (
-                lambda: c_seconds(program, index, chosen, busy),
-                lambda: our_seconds(reader, fills, busy),
-            ):
+            pair = [0.0, 0.0]
+            for ours in rng.sample((False, True), 2):  # neither always comes after the other
                 if cold:
                     forget(index)
-                pair.append(seconds())
+                pair[ours] = our_seconds(reader, fills, busy) if ours else c_seconds(program, index, chosen, busy)
             pairs.append(pair)
     reader.close()
     theirs, ours = (statistics.median(pair[i] for pair in pairs[1:]) for i in range(2))
