@@ -1,7 +1,7 @@
 """Tokens per second of a model whose experts stream: a prompt of random tokens, then single ones; one JSON line last.
 
 usage: python scripts/bench_decode.py MODEL [--expert-slots N | --memory 10GB] [--prompt 16] [--steps 64]
-           [--no-read-ahead] [--io buffered|direct] [--io-threads 8]
+           [--no-read-ahead] [--io buffered|direct] [--io-threads 12]
 
 Random tokens say nothing about hits on text: with random weights neither do the routers. What this shows is the time of
 a token at a given hit rate, and where it goes.
@@ -18,6 +18,7 @@ import numpy as np
 
 from mlx_moe import load_model
 from mlx_moe.generation import generate_tokens
+from mlx_moe.paging.reader import THREADS
 from mlx_moe.platform import device
 
 
@@ -27,7 +28,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("model")
     parser.add_argument("--expert-slots", type=int)
     parser.add_argument("--memory")
-    parser.add_argument("--io-threads", type=int, default=8)
+    parser.add_argument("--io-threads", type=int, default=THREADS)
     parser.add_argument("--no-read-ahead", action="store_false", dest="read_ahead")
     parser.add_argument("--io", choices=("direct", "buffered"))
     parser.add_argument("--prompt", type=int, default=16)
