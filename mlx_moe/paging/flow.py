@@ -2,8 +2,8 @@
 
 The pager adds what moves bytes; a replay of recorded routing (``replay.py``) adds nothing, so that both follow the same
 rules to the letter. What stands where, and who is evicted, follows from the tokens: a record that was read ahead serves
-a miss of the same pass, and stands in the row from the layer's next pass on. What is given up leaves no trace, also if
-it was read already.
+a miss of the same pass, and stands in the row from the layer's next pass on; one that was read early enough (``early``)
+stands there when its layer's turn comes. What is given up leaves no trace, also if it was read already.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Reads experts ahead that a window's tokens will probably use, in all layers, as soon as the tokens are known.
 
 Follows passes as the pager does: what accepted tokens use is learned when their pass is committed, and nothing else is.
-What is read so serves the layers of the same pass, and stands in their rows from the next pass on, as all that is read
-ahead; so what stands where follows from the tokens.
+What is read so stands in a layer's row when the pass comes to it, which waits for it if it must; so what stands where
+follows from the tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class TokenReads:
         self._memory, self._pager, self._top_k = memory, pager, top_k
         self._window: mx.array | None = None
         self._used: list[list[np.ndarray]] = []
-        self._drop()
+        self.abort()
 
     def begin(self, window_ids: mx.array) -> None:
         """A pass over token ids [B, T] starts; an earlier one that was not committed is kept whole."""
@@ -52,19 +52,15 @@ class TokenReads:
 
     def commit(self, accepted: int) -> None:
         """Of the pass's tokens the first ``accepted`` are kept."""
-        if self._window is not None and all(self._used):
-            tokens = np.array(self._window)
-            ids = np.stack([np.concatenate(parts) for parts in self._used], axis=1)
-            if len(ids) == tokens.size:
-                kept = ids.reshape(*tokens.shape, *ids.shape[1:])[:, :accepted]
-                self._memory.add(tokens[:, :accepted].reshape(-1), kept.reshape(-1, *ids.shape[1:]))
-        self._drop()
+        window = self._window
+        if window is not None and all(sum(map(len, parts)) == window.size for parts in self._used):  # else interrupted
+            tokens, ids = np.array(window), np.stack([np.concatenate(parts) for parts in self._used], axis=1)
+            kept = ids.reshape(*tokens.shape, *ids.shape[1:])[:, :accepted]
+            self._memory.add(tokens[:, :accepted].reshape(-1), kept.reshape(-1, *ids.shape[1:]))
+        self.abort()
 
     def abort(self) -> None:
         """Nothing of the pass is kept."""
-        self._drop()
-
-    def _drop(self) -> None:
         self._window, self._used = None, [[] for _ in range(self._memory.layers)]
 
     def _read_ahead(self) -> None:
