@@ -13,6 +13,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -67,24 +68,22 @@ class Files:
         self.check([path], what)
 
     def fill(self, path: Path, offset: int, target: np.ndarray, what: str) -> None:
-        """``read`` without the look at whether the file is what it was: ``check`` must follow the last of its reads.
-
-        Between the system's calls hardly anything is done, since it holds Python's lock.
-        """
+        """``read`` without the look at whether the file is what it was: ``check`` must follow the last of its reads."""
         try:
-            direct = self._direct is not None and self._is_direct(path, offset, target)
+            direct = self._is_direct(path, offset, target)
             descriptor = self._open.get((path, direct))
             if descriptor is None:
                 descriptor = self._descriptor(path, direct)
-            done = os.preadv(descriptor, [target], offset)
-            while done < target.nbytes:
-                count = os.preadv(descriptor, [memoryview(target)[done:]], offset + done)
-                if not count:
-                    end = offset + done
-                    raise OSError(f"the file ends at byte {end}, {target.nbytes - done} bytes early")
-                done += count
         except OSError as error:
             raise _named(path, what, error) from None
+        _fill(descriptor, offset, target, path, what)
+
+    def piece(self, path: Path, offset: int, target: np.ndarray, what: str) -> Callable[[], None]:
+        """``fill``, for any thread to call before this is closed; what can be done before is done now."""
+        descriptor = self._open.get((path, self._is_direct(path, offset, target)))
+        if descriptor is None:
+            return partial(self.fill, path, offset, target, what)
+        return partial(_fill, descriptor, offset, target, path, what)
 
     def check(self, paths: Iterable[Path], what: str) -> None:
         """Raises OSError, in one line, for the first file that is not what it was when it was first seen."""
@@ -110,7 +109,7 @@ class Files:
         unit = self._direct.alignment
         if target.nbytes % unit:  # the tail of a record
             return False
-        if offset % unit or target.ctypes.data % unit:
+        if unit > 1 and (offset % unit or target.ctypes.data % unit):
             self._say(path, f"its offsets or the memory for them are no multiples of {unit}")
             return False
         return True
@@ -143,6 +142,20 @@ class Files:
                     raise OSError(_CHANGED)
                 self._open[path, direct] = descriptor  # last, since threads look there without the lock
             return self._open[path, direct]
+
+
+def _fill(descriptor: int, offset: int, target: np.ndarray, path: Path, what: str) -> None:
+    """Fill ``target``; between the system's calls hardly anything is done, since it holds Python's lock."""
+    try:
+        done = os.preadv(descriptor, [target], offset)
+        while done < target.nbytes:
+            count = os.preadv(descriptor, [memoryview(target)[done:]], offset + done)
+            if not count:
+                end = offset + done
+                raise OSError(f"the file ends at byte {end}, {target.nbytes - done} bytes early")
+            done += count
+    except OSError as error:
+        raise _named(path, what, error) from None
 
 
 def _named(path: Path, what: str, error: OSError) -> OSError:

@@ -28,6 +28,8 @@ SWITCH_S = 0.00002
 """Of Python's switch interval."""
 BEGIN_S = 0.001
 """The longest that jobs that start together are waited for to begin; threads may have something else to do."""
+SPECULATIVE_THREADS = 8
+"""At most so many run speculative jobs, whose reads take bandwidth from demanded ones."""
 MANY_JOBS = 256
 """With more than these on its list a queue forgets those that have ended."""
 
@@ -57,16 +59,10 @@ class Job:
         if self._check is not None:
             self._check()
 
-    def _run(self, piece: Piece) -> None:
-        """One of its pieces, in a thread; after an error the others do nothing."""
-        if self._error is None:
-            try:
-                piece()
-            except Exception as failed:  # whatever it is, who waits for the job gets it
-                failed.__context__ = failed.__cause__ = None  # their frames hold what the piece refers to
-                self._error = self._error or failed.with_traceback(None)
-        del piece  # memory that it refers to is the caller's once the job has ended
-        self._close()
+    def _fail(self, error: Exception) -> None:
+        """One of its pieces raised; those that have not begun do nothing."""
+        error.__context__ = error.__cause__ = None  # their frames hold what the piece refers to
+        self._error = self._error or error.with_traceback(None)
 
     def _drop(self) -> None:
         """One of its pieces will not run."""
@@ -151,10 +147,10 @@ class _Threads:
     def __init__(self, count: int, name: str) -> None:
         self._demanded: deque[_Entry] = deque()
         self._speculative: deque[_Entry] = deque()
-        # A wake-up for each piece that a thread may take; it may find that another was faster. False ends a thread.
+        # Wake-ups, after which a thread takes pieces until there are none: other threads may be faster. False ends it.
         self._any: SimpleQueue[bool] = SimpleQueue()
         self._urgent: SimpleQueue[bool] = SimpleQueue()
-        self._reserved = count // 4  # threads for demanded pieces alone
+        self._reserved = max(count // 4, count - SPECULATIVE_THREADS)  # threads for demanded pieces alone
         self._threads: list[threading.Thread] = []  # that run; each enters itself
         self._jobs: list[Job] = []  # all that may not have ended
         self._count, self._name = count, name
@@ -221,11 +217,11 @@ class _Threads:
         _switching.release(self)
 
     def wake(self, count: int, demanded: bool) -> None:
-        """Threads, for so many pieces."""
-        for _ in range(count):
+        """Threads, for so many pieces that were queued."""
+        for _ in range(min(count, self._count - self._reserved)):
             self._any.put(True)
-            if demanded and self._reserved:
-                self._urgent.put(True)
+        for _ in range(min(count, self._reserved) if demanded else 0):
+            self._urgent.put(True)
 
 
 def _taken(entries: deque[_Entry], entry: _Entry) -> bool:
@@ -238,24 +234,32 @@ def _taken(entries: deque[_Entry], entry: _Entry) -> bool:
 
 
 def _work(threads: list[threading.Thread], wake: SimpleQueue[bool], sources: tuple[deque[_Entry], ...]) -> None:
-    """A thread: for each wake-up the first piece of the first source that has one."""
+    """A thread: after a wake-up, pieces of the first source that has one, until none has."""
     threads.append(threading.current_thread())
     while wake.get():
-        for entries in sources:
+        while entries := next(filter(None, sources), None):
             try:
                 job, piece = entries.popleft()
-            except IndexError:
+            except IndexError:  # another thread was faster
                 continue
-            job._run(piece)
-            del job, piece  # memory that they refer to is the caller's now
-            break
+            if job._error is None:
+                try:
+                    piece()
+                except Exception as failed:  # whatever it is, who waits for the job gets it
+                    job._fail(failed)
+            del piece  # memory that it refers to is the caller's once the job has ended
+            if job._open.pop() == 0:  # atomic, so one thread alone is the last
+                job._end()
+            del job
 
 
 class JobQueue:
     """Runs jobs with some threads, which start with the first job and end with ``stop`` or with the queue."""
 
     def __init__(self, threads: int, name: str = "jobs") -> None:
-        """A quarter of the threads runs demanded jobs only, so that one of those seldom waits for another kind."""
+        """A quarter of the threads, or all but ``SPECULATIVE_THREADS``, run demanded jobs only, so that one of those
+        seldom waits for another kind.
+        """
         self._count, self._name = threads, name
         self._now: list[_Threads] = []  # at most one that may run
         self._finalizer = weakref.finalize(self, _stop, self._now)

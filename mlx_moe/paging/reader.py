@@ -102,8 +102,7 @@ class ExpertReader:
         """Reads of at most so many bytes each, and the check that must follow them."""
         what, files, parts = f"expert {expert} of layer {layer}", self.files, self._index.reads(layer, expert)
         pieces = [
-            partial(
-                files.fill,
+            files.piece(
                 part.file,
                 part.offset + start,
                 target[part.at + start : part.at + min(start + most, part.length)],

@@ -11,7 +11,7 @@ import weakref
 
 import pytest
 
-from mlx_moe.paging.queue import BEGIN_S, MANY_JOBS, SWITCH_S, Cancelled, JobQueue
+from mlx_moe.paging.queue import BEGIN_S, MANY_JOBS, SPECULATIVE_THREADS, SWITCH_S, Cancelled, JobQueue
 
 
 class Gate:
@@ -110,15 +110,37 @@ def test_jobs_that_start_together(count):
     time.sleep(0.02)
     assert not done
     queue.go(together)
-    for _ in range(1000):  # a busy machine may take longer than go waits
-        if len(done) == min(count, 4):
-            break
-        time.sleep(0.005)
+    assert _soon(lambda: len(done) == min(count, 4)), "a busy machine may take longer than go waits"
     assert sorted(done) == list(range(min(count, 4)))
     gate.set()
     for job in jobs:
         job.wait()
     assert sorted(done) == list(range(count))
+    queue.stop()
+
+
+def _soon(reached) -> bool:
+    """Whether it is so within seconds."""
+    return any(reached() or time.sleep(0.005) for _ in range(1000))
+
+
+@pytest.mark.parametrize(("count", "speculative"), [(1, 1), (4, 3), (8, 6), (20, SPECULATIVE_THREADS)])
+def test_threads_for_demanded_jobs_alone(count, speculative):
+    """All others may be busy with speculative ones; every thread takes demanded ones."""
+    queue, gates = JobQueue(count, "queue"), [Gate() for _ in range(2 * count)]
+    jobs = [queue.submit([gate], demanded=False) for gate in gates[:count]]
+    assert _soon(lambda: sum(gate.started.is_set() for gate in gates) == speculative)
+    jobs += [queue.submit([gate]) for gate in gates[count:]]
+    assert _soon(lambda: sum(gate.started.is_set() for gate in gates) == count)
+    time.sleep(0.02)
+    assert [sum(gate.started.is_set() for gate in some) for some in (gates[:count], gates[count:])] == [
+        speculative,
+        count - speculative,
+    ]
+    for gate in gates:
+        gate.open.set()
+    for job in jobs:
+        job.wait()
     queue.stop()
 
 
