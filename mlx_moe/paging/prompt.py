@@ -15,8 +15,11 @@ import numpy as np
 
 from mlx_moe.paging.flow import Flow
 
-AHEAD_SHARE = 4
-"""Of a layer's places, those that may be filled with what a prompt will probably need, before its ids are known."""
+AHEAD_SHARE = 3
+"""Of a layer's places, one in so many may be filled with what a prompt will probably need, before its ids are known.
+
+That is as much as one of the two parts that have room beside it, which the device computes meanwhile.
+"""
 WINDOW_AHEAD_SHARE = 8
 """Of them, one in so many may be filled with what a window will probably need."""
 

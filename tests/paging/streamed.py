@@ -27,9 +27,9 @@ IDS = tokens(40)
 LAYERS = 4
 
 
-def write_model(path: Path, mtp: bool = False, tokenizer: bool = False) -> Path:
+def write_model(path: Path, mtp: bool = False, tokenizer: bool = False, layers: int = LAYERS) -> Path:
     """40 experts per layer, of which a token uses 4; Q8_0. tokenizer: whether the file carries one."""
-    raw = tiny_config(num_experts=EXPERTS, num_experts_per_tok=TOP_K)
+    raw = tiny_config(num_experts=EXPERTS, num_experts_per_tok=TOP_K, num_hidden_layers=layers)
     tensors = tiny_tensors(raw, random_weights(raw, 3, mtp=mtp), q8_0_matrices)
     path.write_bytes(encode(tiny_metadata(raw, mtp) | (gguf_keys() if tokenizer else {}), tensors))
     return path
