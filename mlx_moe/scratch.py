@@ -1,11 +1,17 @@
-"""Temporary folders that also go when the process that made them was killed: the next one removes them."""
+"""Temporary folders that also go when the process that made them is killed.
+
+A shell waits beside each for the end of the process, which a pipe tells it, and removes the folder. Where that was
+killed too, or there is no shell, the next process that makes such a folder removes it.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import re
+import secrets
 import shutil
+import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
@@ -22,9 +28,32 @@ def scratch_folder(purpose: str) -> Iterator[Path]:
 
     purpose: a word in its name, which is mlx-moe-PROCESS-PURPOSE- and something random.
     """
-    _sweep(Path(tempfile.gettempdir()))
-    with tempfile.TemporaryDirectory(prefix=f"mlx-moe-{os.getpid()}-{purpose}-") as name:
-        yield Path(name)
+    parent = Path(tempfile.gettempdir())
+    _sweep(parent)
+    folder = parent / f"mlx-moe-{os.getpid()}-{purpose}-{secrets.token_hex(8)}"
+    with _removed_if_killed(folder):
+        folder.mkdir(mode=0o700)
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _removed_if_killed(folder: Path) -> Iterator[None]:
+    """Until the context ends a shell, which signals to this process's group do not reach, waits for this process."""
+    command = ("/bin/sh", "-c", 'while read -r _; do :; done; exec rm -rf -- "$1"', "sh", str(folder))
+    none = subprocess.DEVNULL
+    try:
+        watcher = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=none, stderr=none, start_new_session=True)
+    except OSError:
+        watcher = None
+    try:
+        yield
+    finally:
+        if watcher is not None:
+            watcher.stdin.close()
+            watcher.wait()
 
 
 def _sweep(folder: Path) -> None:

@@ -1,8 +1,9 @@
-"""What a killed process leaves among temporary files is removed by the next one, and nothing else is."""
+"""What a killed process leaves among temporary files is removed, and nothing else is."""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -40,6 +41,37 @@ def test_is_empty_and_goes(folder):
         assert path.parent == folder and not os.listdir(path)
         (path / "file").write_bytes(b"x")
         raise KeyError
+    assert not os.listdir(folder)
+
+
+@pytest.mark.parametrize("group", [False, True])
+def test_goes_when_its_process_is_killed(folder, group):
+    """Alone, or with all of its group; at once, not with the next one."""
+    lines = (
+        "import sys, time, tempfile",
+        "from mlx_moe.scratch import scratch_folder",
+        "tempfile.tempdir = sys.argv[1]",
+        "with scratch_folder('test') as path:",
+        "    (path / 'file').write_bytes(b'x')",
+        "    print('there', flush=True)",
+        "    time.sleep(60)",
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", "\n".join(lines), str(folder)], stdout=subprocess.PIPE, start_new_session=True
+    )
+    with process:
+        assert process.stdout.readline() == b"there\n" and len(os.listdir(folder)) == 1
+        (os.killpg if group else os.kill)(process.pid, signal.SIGKILL)
+    assert any(not os.listdir(folder) or time.sleep(0.01) for _ in range(500))
+
+
+def test_without_a_shell(folder, monkeypatch):
+    def fail(*_, **__):
+        raise OSError("no shell")
+
+    monkeypatch.setattr(subprocess, "Popen", fail)
+    with scratch_folder("test") as path:
+        assert os.listdir(folder) == [path.name]
     assert not os.listdir(folder)
 
 
