@@ -34,8 +34,20 @@ def own_cache_folder(monkeypatch) -> Path:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak-seconds", type=float, default=1200, help="of tests marked soak (default: 1200)")
-    seed = random.randrange(1 << 16)
-    parser.addoption("--sample-seed", type=int, default=seed, help="which cases of ``sample`` the fast tier takes")
+    parser.addoption("--sample-seed", type=int, help="which cases of ``sample`` the fast tier takes (default: any)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """All processes of pytest-xdist have one seed."""
+    if config.option.sample_seed is None:
+        given = getattr(config, "workerinput", {})
+        config.option.sample_seed = given.get("sample_seed", random.randrange(1 << 16))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node) -> None:
+    """Of pytest-xdist: what one of its processes gets."""
+    node.workerinput["sample_seed"] = node.config.option.sample_seed
 
 
 def pytest_report_header(config: pytest.Config) -> str:
