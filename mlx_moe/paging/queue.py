@@ -26,7 +26,7 @@ Piece = Callable[[], object]
 
 SWITCH_S = 0.00002
 """Of Python's switch interval."""
-BEGIN_S = 0.001
+BEGIN_S = 0.002
 """The longest that jobs that start together are waited for to begin; threads may have something else to do."""
 SPECULATIVE_THREADS = 8
 """At most so many run speculative jobs, whose reads take bandwidth from demanded ones."""
