@@ -1,7 +1,7 @@
 """Bytes of experts from files into memory that others own, by threads of its own. Knows no MLX.
 
 Demanded records go before speculative ones. A record that comes alone is read in several pieces at once; of many at a
-time the parts stay whole, since every read costs a thread its turn at Python.
+time the pieces are longer, since every read costs a thread its turn at Python.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from mlx_moe.paging.index import ExpertIndex
 from mlx_moe.paging.queue import Job, JobQueue, Piece, Together
 from mlx_moe.paging.waits import Waits
 
-__all__ = ["PIECE_BYTES", "THREADS", "Direct", "ExpertReader", "Files", "Fill", "can_be_direct"]
+__all__ = ["MOST_BYTES", "PIECE_BYTES", "THREADS", "Direct", "ExpertReader", "Files", "Fill", "can_be_direct"]
 
 THREADS = 12
 """More than the eight reads that keep an SSD busy, since some threads always wait for their turn at Python."""
 PIECE_BYTES = 512 << 10
 """Reads are not split below this, a multiple of every alignment that direct reads need."""
+MOST_BYTES = 2 * PIECE_BYTES
+"""Of one read by a thread, so that what is read is copied while more is read."""
 
 
 class Fill(NamedTuple):
@@ -71,7 +73,7 @@ class ExpertReader:
             together: of the queue, where they start with its ``go``.
         """
         share = -(-beside * fill.target.nbytes // self._threads)  # of a thread, when all take part
-        pieces, check = self._pieces(*fill, -(-share // PIECE_BYTES) * PIECE_BYTES)
+        pieces, check = self._pieces(*fill, min(MOST_BYTES, -(-share // PIECE_BYTES) * PIECE_BYTES))
         return self.queue.submit(pieces, demanded, check, together)
 
     def fill(self, fills: Iterable[Fill]) -> Iterator[int]:
