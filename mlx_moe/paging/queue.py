@@ -248,8 +248,7 @@ def _work(threads: list[threading.Thread], wake: SimpleQueue[bool], sources: tup
                 except Exception as failed:  # whatever it is, who waits for the job gets it
                     job._fail(failed)
             del piece  # memory that it refers to is the caller's once the job has ended
-            if job._open.pop() == 0:  # atomic, so one thread alone is the last
-                job._end()
+            job._close()
             del job
 
 

@@ -272,13 +272,12 @@ def _parts(pager: Pager, overlap: bool, compute) -> None:
 @pytest.mark.parametrize(("run", "slots", "steps"), [(_layers, 4, 12), (_parts, 8, EXPERTS // 2)])
 def test_threads_read_while_the_device_computes(make, monkeypatch, run, slots, steps, share):
     """Computing and waits at most 1.10 of the larger sum and the first miss; without overlap at least 1.6 of that."""
-    real, slept = os.preadv, Slept()
-    monkeypatch.setattr(os, "preadv", lambda *a: (slept.sleep(READ_S / 2, slept.disk), real(*a))[1])
+    real = os.preadv
 
     def found(overlap: bool) -> tuple[float, float, float]:
         """Seconds: computing and waits for reads; the larger sum; the first two reads."""
-        slept.__init__()
-        pager = make(slots, threads=1)
+        slept, pager = Slept(), make(slots, threads=1)
+        monkeypatch.setattr(os, "preadv", lambda *a: (slept.sleep(READ_S / 2, slept.disk), real(*a))[1])
         run(pager, overlap, lambda: slept.sleep(share * READ_S, slept.device))
         assert (len(slept.disk), len(slept.device)) == (2 * steps, steps)
         waits = pager.statistics().demanded_wait_ms / 1e3
