@@ -12,6 +12,7 @@ import time
 import pytest
 
 from mlx_moe.scratch import STALE_S, scratch_folder
+from waiting import soon
 
 
 @pytest.fixture
@@ -62,7 +63,7 @@ def test_goes_when_its_process_is_killed(folder, group):
     with process:
         assert process.stdout.readline() == b"there\n" and len(os.listdir(folder)) == 1
         (os.killpg if group else os.kill)(process.pid, signal.SIGKILL)
-    assert any(not os.listdir(folder) or time.sleep(0.01) for _ in range(500))
+    assert soon(lambda: not os.listdir(folder))
 
 
 def test_without_a_shell(folder, monkeypatch):

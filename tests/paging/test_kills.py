@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from paging.streamed import write_model
+from waiting import soon
 
 OURS = {"m.gguf", "m.gguf.usage"}
 
@@ -57,7 +58,7 @@ def test_kills_leave_nothing_behind(tmp_path):
         process.send_signal(signal.SIGKILL)
         process.communicate()
         assert process.returncode == -signal.SIGKILL and set(os.listdir(path.parent)) == OURS
-        assert any(not list((root / "TMPDIR").glob("mlx-moe-*")) or time.sleep(0.01) for _ in range(500))
+        assert soon(lambda: not list((root / "TMPDIR").glob("mlx-moe-*")))
     again = run(path, root, 8)
     out, error = again.communicate(timeout=120)
     assert again.returncode == 0 and out.splitlines()[0] == want.splitlines()[0] and "ignored" not in error

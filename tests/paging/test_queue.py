@@ -12,6 +12,7 @@ import weakref
 import pytest
 
 from mlx_moe.paging.queue import BEGIN_S, MANY_JOBS, SPECULATIVE_THREADS, SWITCH_S, Cancelled, JobQueue
+from waiting import soon
 
 
 class Gate:
@@ -110,7 +111,7 @@ def test_jobs_that_start_together(count):
     time.sleep(0.02)
     assert not done
     queue.go(together)
-    assert _soon(lambda: len(done) == min(count, 4)), "a busy machine may take longer than go waits"
+    assert soon(lambda: len(done) == min(count, 4)), "a busy machine may take longer than go waits"
     assert sorted(done) == list(range(min(count, 4)))
     gate.set()
     for job in jobs:
@@ -119,19 +120,14 @@ def test_jobs_that_start_together(count):
     queue.stop()
 
 
-def _soon(reached) -> bool:
-    """Whether it is so within seconds."""
-    return any(reached() or time.sleep(0.005) for _ in range(1000))
-
-
 @pytest.mark.parametrize(("count", "speculative"), [(1, 1), (4, 3), (8, 6), (20, SPECULATIVE_THREADS)])
 def test_threads_for_demanded_jobs_alone(count, speculative):
     """All others may be busy with speculative ones; every thread takes demanded ones."""
     queue, gates = JobQueue(count, "queue"), [Gate() for _ in range(2 * count)]
     jobs = [queue.submit([gate], demanded=False) for gate in gates[:count]]
-    assert _soon(lambda: sum(gate.started.is_set() for gate in gates) == speculative)
+    assert soon(lambda: sum(gate.started.is_set() for gate in gates) == speculative)
     jobs += [queue.submit([gate]) for gate in gates[count:]]
-    assert _soon(lambda: sum(gate.started.is_set() for gate in gates) == count)
+    assert soon(lambda: sum(gate.started.is_set() for gate in gates) == count)
     time.sleep(0.02)
     assert [sum(gate.started.is_set() for gate in some) for some in (gates[:count], gates[count:])] == [
         speculative,
