@@ -4,9 +4,9 @@ usage: python scripts/peak_memory.py MODEL --expert-slots N [--prompt 16] [--ste
            [--prefill-step-size N] [--tokenizer]
 
 Prints the plan's parts, peaks of MLX's memory (arrays and cache) and of the process, and one JSON line with the
-statistics of streaming. A full measurement fills the context that loading plans for, as --prompt 32750 does; with
-another --context the plan beside the peaks is for that one. --tokenizer loads the model's tokenizer too, which the plan
-counts with the process.
+statistics of streaming. A full measurement fills the context that is planned for: --prompt 32750, or a smaller --context
+of as many tokens as are run, which is then the model's longest. --tokenizer loads the model's tokenizer too, which the
+plan counts with the process.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_moe import load, load_model
+from mlx_moe.config import ModelConfig
 from mlx_moe.generation import generate_tokens
 from mlx_moe.model_sizes import local_sizes
 from mlx_moe.paging.plan import Machine, MemoryPlan, Wanted, plan_memory
@@ -42,10 +43,12 @@ class Peak(threading.Thread):
     def run(self) -> None:
         """Until ``ended``."""
         while not self.ended.wait(SAMPLE_S):
-            self.most_bytes = max(self.most_bytes, mx.get_active_memory() + mx.get_cache_memory())
+            active, cached = mx.get_active_memory(), mx.get_cache_memory()
+            if mx.get_active_memory() == active:  # or what went to the cache meanwhile would be counted twice
+                self.most_bytes = max(self.most_bytes, active + cached)
 
 
-def plan(args: argparse.Namespace, item_bytes: int) -> MemoryPlan:
+def plan(args: argparse.Namespace, config: ModelConfig, item_bytes: int) -> MemoryPlan:
     """For what will be run, and no more."""
     here = device()
     wanted = Wanted(
@@ -55,7 +58,7 @@ def plan(args: argparse.Namespace, item_bytes: int) -> MemoryPlan:
         prefill_step_size=args.step,
         item_bytes=item_bytes,
     )
-    sizes = local_sizes(model_folder(args.model), item_bytes)
+    sizes = local_sizes(model_folder(args.model), item_bytes).of(config)
     return plan_memory(sizes, Machine(here.memory_bytes, here.working_set_bytes), wanted)
 
 
@@ -82,10 +85,11 @@ def main(argv: list[str] | None = None) -> None:
     peak.start()
     start = time.perf_counter()
     loading = load if args.tokenizer else load_model
-    model, _beside = loading(args.model, expert_slots=args.expert_slots, prefill_step_size=args.step)
+    options = {"expert_slots": args.expert_slots, "prefill_step_size": args.step}
+    model, _beside = loading(args.model, model_config={"max_position_embeddings": args.context}, **options)
     loaded_s, loaded_bytes = time.perf_counter() - start, mx.get_active_memory()
     item_bytes = 4 if mx.default_device() == mx.cpu else 2
-    planned = plan(args, item_bytes)
+    planned = plan(args, model.config, item_bytes)
     with model:
         ids = np.random.default_rng(0).integers(0, model.config.vocab_size, args.prompt).tolist()
         start = time.perf_counter()
