@@ -4,9 +4,9 @@ usage: python scripts/peak_memory.py MODEL --expert-slots N [--prompt 16] [--ste
            [--prefill-step-size N] [--tokenizer]
 
 Prints the plan's parts, peaks of MLX's memory (arrays and cache) and of the process, and one JSON line with the
-statistics of streaming. A full measurement fills the context that is planned for: --prompt 32750, or a smaller --context
-of as many tokens as are run, which is then the model's longest. --tokenizer loads the model's tokenizer too, which the
-plan counts with the process.
+statistics of streaming. A full measurement fills the context that is planned for: --prompt 32750, or a smaller
+--context of as many tokens as are run, which is then the model's longest. --tokenizer loads the model's tokenizer too,
+which the plan counts with the process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Bytes of experts from files into memory that others own, by threads of its own. Knows no MLX.
+"""Bytes of experts from files into memory that others own, by threads of its own or of the system. Knows no MLX.
 
 Demanded records go before speculative ones. A record that comes alone is read in several pieces at once; of many at a
 time the pieces are longer, since every read costs a thread its turn at Python.
@@ -6,6 +6,7 @@ time the pieces are longer, since every read costs a thread its turn at Python.
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -13,9 +14,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mlx_moe.paging.files import Direct, Files
+from mlx_moe.paging import system_reads
+from mlx_moe.paging.files import Direct, Files, Read
 from mlx_moe.paging.index import ExpertIndex
 from mlx_moe.paging.queue import Job, JobQueue, Piece, Together
+from mlx_moe.paging.system_reads import SystemJob
 from mlx_moe.paging.waits import Waits
 
 __all__ = ["MOST_BYTES", "PIECE_BYTES", "THREADS", "Direct", "ExpertReader", "Files", "Fill", "can_be_direct"]
@@ -46,6 +49,51 @@ def can_be_direct(index: ExpertIndex, alignment: int) -> bool:
     )
 
 
+class ReadQueue(JobQueue):
+    """A JobQueue whose demanded reads are left to the C library, where that can read (``system_reads.py``)."""
+
+    def __init__(self, threads: int, name: str, files: Files) -> None:
+        """threads: also how many reads of a file the C library does at a time."""
+        super().__init__(threads, name)
+        self._files, self._lane = files, 0
+        self._begun: deque[SystemJob] = deque()  # the library's until they have ended
+        self._drainer = weakref.finalize(self, _drain, self._begun)
+
+    def submit(
+        self,
+        pieces: Iterable[Piece],
+        demanded: bool = True,
+        check: Piece | None = None,
+        together: Together | None = None,
+    ) -> Job:
+        """See JobQueue; what the C library reads begins at once."""
+        pieces = list(pieces)
+        reads = demanded and pieces and all(isinstance(piece, Read) for piece in pieces)
+        if not reads or not system_reads.available():
+            return super().submit(pieces, demanded, check, together)
+        while self._begun and self._begun[0].ended:
+            self._begun.popleft()
+        job = SystemJob(pieces, check)
+        self._begun.append(job)
+        job.begin([self._files.lane(read.descriptor, self._next_lane()) for read in pieces])
+        return job
+
+    def stop(self) -> None:
+        """See JobQueue; what the C library reads ends first."""
+        super().stop()
+        _drain(self._begun)
+
+    def _next_lane(self) -> int:
+        self._lane = (self._lane + 1) % self._count
+        return self._lane
+
+
+def _drain(jobs: deque[SystemJob]) -> None:
+    while jobs:
+        jobs[0].drain()
+        jobs.popleft()
+
+
 class ExpertReader:
     """Reads experts by layer and number, as an index says where they are.
 
@@ -55,7 +103,7 @@ class ExpertReader:
     def __init__(self, index: ExpertIndex, threads: int = THREADS, direct: Direct | None = None) -> None:
         """direct: see Files."""
         self._index, self._threads, self.files = index, threads, Files(direct)
-        self.queue = JobQueue(threads, "experts")
+        self.queue = ReadQueue(threads, "experts", self.files)
         self.waits = Waits()  # of who computes with what is read
 
     def read(self, layer: int, expert: int, target: np.ndarray) -> None:

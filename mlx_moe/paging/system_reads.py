@@ -1,0 +1,129 @@
+"""Reads by threads of the C library (POSIX aio of glibc), which need no turn at Python between two reads.
+
+A read is one control block, which says how far it is, and which the library uses until then. glibc runs reads of one
+descriptor one after another, so those that are to run side by side need descriptors of their own. Linux with glibc
+only: macOS takes 16 reads of a process and gives them four threads. Elsewhere Python's threads read (``queue.py``).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import platform
+import sys
+from collections.abc import Sequence
+
+from mlx_moe.paging.files import Read
+from mlx_moe.paging.queue import Job, Piece
+
+_NO_SIGNAL = 1  # SIGEV_NONE
+_NOT_BEGUN = errno.ECANCELED
+
+
+class _Control(ctypes.Structure):
+    """glibc's ``struct aiocb`` of 64-bit systems (aio.h, bits/types/sigevent_t.h)."""
+
+    _fields_ = (
+        ("descriptor", ctypes.c_int),
+        ("opcode", ctypes.c_int),
+        ("priority", ctypes.c_int),
+        ("buffer", ctypes.c_void_p),
+        ("nbytes", ctypes.c_size_t),
+        ("signal_value", ctypes.c_void_p),
+        ("signal", ctypes.c_int),
+        ("notify", ctypes.c_int),
+        ("signal_rest", ctypes.c_char * 48),
+        ("next", ctypes.c_void_p),
+        ("absolute_priority", ctypes.c_int),
+        ("policy", ctypes.c_int),
+        ("error", ctypes.c_int),
+        ("result", ctypes.c_ssize_t),
+        ("offset", ctypes.c_int64),
+        ("reserved", ctypes.c_char * 32),
+    )
+
+
+class _Library:
+    """The C library's functions. Calls that return at once keep Python's lock, the one that waits gives it up."""
+
+    def __init__(self) -> None:
+        at_once = ctypes.PyDLL(None)
+        self.begin, self.error, self.result = at_once.aio_read, at_once.aio_error, at_once.aio_return
+        self.suspend = ctypes.CDLL(None).aio_suspend
+        for function in (self.begin, self.error, self.result):
+            function.argtypes = (ctypes.POINTER(_Control),)
+        self.result.restype = ctypes.c_ssize_t
+        self.suspend.argtypes = (ctypes.POINTER(ctypes.POINTER(_Control)), ctypes.c_int, ctypes.c_void_p)
+
+
+@functools.cache
+def _library() -> _Library | None:
+    """None where there is none that is known here."""
+    glibc = sys.platform == "linux" and sys.maxsize > 1 << 32 and platform.libc_ver()[0] == "glibc"
+    try:
+        return _Library() if glibc else None
+    except (OSError, AttributeError):  # before 2.34 these are in a library of their own
+        return None
+
+
+def available() -> bool:
+    """Whether ``SystemJob`` can be used here."""
+    return _library() is not None
+
+
+class SystemJob(Job):
+    """Reads under way, begun when it is made. Who waits for it, or drains it, must do so before their memory goes.
+
+    What came short, failed or could not be begun is read once more by who waits, which ends it or says why.
+    """
+
+    def __init__(self, reads: Sequence[Read], check: Piece | None = None) -> None:
+        super().__init__((), check)
+        self._reads = [(read, _control(read)) for read in reads]
+
+    def begin(self, descriptors: Sequence[int]) -> None:
+        """Start the reads, each from a descriptor of its own; who calls this holds the job until it has ended."""
+        begin = _library().begin
+        for (_, control), descriptor in zip(self._reads, descriptors, strict=True):
+            control.descriptor = descriptor
+            begin(control)  # if it cannot, it stays not begun
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing is read any more."""
+        error = _library().error
+        return all(error(control) != errno.EINPROGRESS for _, control in self._reads)
+
+    def wait(self) -> None:
+        """See Job; for one thread at a time."""
+        self.drain()
+        try:
+            for read, control in self._reads:
+                done = _bytes_read(control)
+                if done < control.nbytes:
+                    read(done)
+        except OSError as failed:
+            self._fail(failed)
+        self._reads.clear()
+        super().wait()
+
+    def drain(self) -> None:
+        """Until it has ended; if a signal's handler raises, another call goes on."""
+        library = _library()
+        for _, control in self._reads:
+            pending = (ctypes.POINTER(_Control) * 1)(ctypes.pointer(control))
+            while library.error(control) == errno.EINPROGRESS:
+                library.suspend(pending, 1, None)
+
+
+def _control(read: Read) -> _Control:
+    control = _Control(buffer=read.target.ctypes.data, nbytes=read.target.nbytes, offset=read.offset)
+    control.notify, control.error = _NO_SIGNAL, _NOT_BEGUN
+    return control
+
+
+def _bytes_read(control: _Control) -> int:
+    """Of a read that has ended."""
+    library = _library()
+    return 0 if library.error(control) else library.result(control)
