@@ -1,0 +1,68 @@
+"""Disks that are slow or fail, for reads by Python's threads and for those by the C library's."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from mlx_moe.paging import system_reads
+
+BY = (
+    "threads",
+    pytest.param("system", marks=pytest.mark.skipif(not system_reads.available(), reason="needs glibc")),
+)
+"""Who reads."""
+
+
+def read_by_threads(patch: pytest.MonkeyPatch) -> None:
+    """From now on."""
+    patch.setattr(system_reads, "available", lambda: False)
+
+
+def read_with(patch: pytest.MonkeyPatch, preadv: Callable) -> None:
+    """Python's threads read, with this in place of os.preadv."""
+    read_by_threads(patch)
+    patch.setattr(os, "preadv", preadv)
+
+
+def slow(patch: pytest.MonkeyPatch, most_s: float, seed: int = 0, by: str = "threads") -> None:
+    """Every read takes a random time more."""
+    if by == "threads":
+        read_with(patch, delayed(most_s, seed))
+    else:
+        begin_late(patch, most_s, seed)
+
+
+def delayed(most_s: float, seed: int = 0) -> Callable:
+    """preadv that takes a random time."""
+    real, rng = os.preadv, random.Random(seed)
+
+    def read(descriptor, views, at):
+        time.sleep(rng.uniform(0, most_s))
+        return real(descriptor, views, at)
+
+    return read
+
+
+def begin_late(patch: pytest.MonkeyPatch, most_s: float, seed: int = 0) -> None:
+    """Reads of the C library begin a random time after they should, so that their bytes come late."""
+    library, rng = system_reads._library(), random.Random(seed)
+    real = library.begin
+
+    def begin(control) -> None:
+        masked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})  # an interrupt in here would lose the read
+        try:
+            control.error = errno.EINPROGRESS
+            threading.Timer(rng.uniform(0, most_s), real, (control,)).start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, masked)
+
+    patch.setattr(library, "begin", begin)
+    patch.setattr(library, "suspend", lambda *_: time.sleep(0.0005))  # the library knows nothing of them yet
