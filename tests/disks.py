@@ -56,11 +56,12 @@ def begin_late(patch: pytest.MonkeyPatch, most_s: float, seed: int = 0) -> None:
     library, rng = system_reads._library(), random.Random(seed)
     real = library.begin
 
-    def begin(control) -> None:
-        masked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})  # an interrupt in here would lose the read
+    def begin(controls) -> None:
+        masked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})  # an interrupt in here would lose reads
         try:
-            control.error = errno.EINPROGRESS
-            threading.Timer(rng.uniform(0, most_s), real, (control,)).start()
+            for control in controls:
+                control.error = errno.EINPROGRESS
+                threading.Timer(rng.uniform(0, most_s), real, ([control],)).start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, masked)
 

@@ -103,30 +103,30 @@ class Files:
     def fill(self, path: Path, offset: int, target: np.ndarray, what: str) -> None:
         """``read`` without the look at whether the file is what it was: ``check`` must follow the last of its reads."""
         try:
-            direct = self._is_direct(path, offset, target)
-            descriptor = self._open.get((path, direct))
-            if descriptor is None:
-                descriptor = self._descriptor(path, direct)
+            read = self._read(path, offset, target, what)
         except OSError as error:
             raise _named(path, what, error) from None
-        Read(descriptor, offset, target, path, what)()
+        read()
 
     def piece(self, path: Path, offset: int, target: np.ndarray, what: str) -> Callable[[], None]:
         """``fill``, for any thread to call before this is closed; what can be done before is done now."""
-        descriptor = self._open.get((path, self._is_direct(path, offset, target)))
-        if descriptor is None:
-            return partial(self.fill, path, offset, target, what)
-        return Read(descriptor, offset, target, path, what)
+        try:
+            return self._read(path, offset, target, what)
+        except OSError:
+            return partial(self.fill, path, offset, target, what)  # which says why, unless it is open by then
 
     def lane(self, descriptor: int, number: int) -> int:
         """Another descriptor of an open file, the same for the same number; 0, and where there are no more, itself."""
+        found = self._lanes.get((descriptor, number)) if number else descriptor
+        if found is not None:
+            return found
         with self._lock:
-            if number and (descriptor, number) not in self._lanes:
+            if (descriptor, number) not in self._lanes:
                 try:
                     self._lanes[descriptor, number] = os.dup(descriptor)
                 except OSError:
                     return descriptor
-            return self._lanes[descriptor, number] if number else descriptor
+            return self._lanes[descriptor, number]
 
     def check(self, paths: Iterable[Path], what: str) -> None:
         """Raises OSError, in one line, for the first file that is not what it was when it was first seen."""
@@ -145,6 +145,13 @@ class Files:
         """Close all; a later read opens again."""
         with self._lock:
             _close(self._open, self._lanes)
+
+    def _read(self, path: Path, offset: int, target: np.ndarray, what: str) -> Read:
+        direct = self._is_direct(path, offset, target)
+        descriptor = self._open.get((path, direct))
+        if descriptor is None:
+            descriptor = self._descriptor(path, direct)
+        return Read(descriptor, offset, target, path, what)
 
     def _is_direct(self, path: Path, offset: int, target: np.ndarray) -> bool:
         if self._direct is None or path in self._buffered:

@@ -49,6 +49,14 @@ def can_be_direct(index: ExpertIndex, alignment: int) -> bool:
     )
 
 
+class ReadsTogether(Together):
+    """Jobs that start at once; some by the C library."""
+
+    def __init__(self, threads: int) -> None:
+        super().__init__(threads)
+        self.jobs: list[SystemJob] = []
+
+
 class ReadQueue(JobQueue):
     """A JobQueue whose demanded reads are left to the C library, where that can read (``system_reads.py``)."""
 
@@ -64,19 +72,32 @@ class ReadQueue(JobQueue):
         pieces: Iterable[Piece],
         demanded: bool = True,
         check: Piece | None = None,
-        together: Together | None = None,
+        together: ReadsTogether | None = None,
     ) -> Job:
-        """See JobQueue; what the C library reads begins at once."""
+        """See JobQueue."""
         pieces = list(pieces)
         reads = demanded and pieces and all(isinstance(piece, Read) for piece in pieces)
         if not reads or not system_reads.available():
             return super().submit(pieces, demanded, check, together)
         while self._begun and self._begun[0].ended:
             self._begun.popleft()
-        job = SystemJob(pieces, check)
+        job = SystemJob(pieces, [self._files.lane(read.descriptor, self._next_lane()) for read in pieces], check)
         self._begun.append(job)
-        job.begin([self._files.lane(read.descriptor, self._next_lane()) for read in pieces])
+        if together is None:
+            system_reads.begin([job])
+        else:
+            together.jobs.append(job)
         return job
+
+    def together(self) -> ReadsTogether:
+        """See JobQueue."""
+        return ReadsTogether(self._count)
+
+    def go(self, together: ReadsTogether) -> None:
+        """See JobQueue."""
+        if together.jobs:
+            system_reads.begin(together.jobs)
+        super().go(together)
 
     def stop(self) -> None:
         """See JobQueue; what the C library reads ends first."""

@@ -12,12 +12,12 @@ import errno
 import functools
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from mlx_moe.paging.files import Read
 from mlx_moe.paging.queue import Job, Piece
 
-_NO_SIGNAL = 1  # SIGEV_NONE
+_READ, _DO_NOT_WAIT, _NO_SIGNAL = 0, 1, 1  # LIO_READ, LIO_NOWAIT, SIGEV_NONE
 _NOT_BEGUN = errno.ECANCELED
 
 
@@ -49,12 +49,25 @@ class _Library:
 
     def __init__(self) -> None:
         at_once = ctypes.PyDLL(None)
-        self.begin, self.error, self.result = at_once.aio_read, at_once.aio_error, at_once.aio_return
-        self.suspend = ctypes.CDLL(None).aio_suspend
-        for function in (self.begin, self.error, self.result):
+        self._list, self.error, self.result = at_once.lio_listio, at_once.aio_error, at_once.aio_return
+        self._suspend = ctypes.CDLL(None).aio_suspend
+        for function in (self.error, self.result):
             function.argtypes = (ctypes.POINTER(_Control),)
         self.result.restype = ctypes.c_ssize_t
-        self.suspend.argtypes = (ctypes.POINTER(ctypes.POINTER(_Control)), ctypes.c_int, ctypes.c_void_p)
+        self._list.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
+        self._suspend.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
+
+    def begin(self, controls: Sequence[_Control]) -> None:
+        """Start these reads; those that cannot start stay as they are."""
+        self._list(_DO_NOT_WAIT, _addresses(controls), len(controls), None)
+
+    def suspend(self, control: _Control) -> None:
+        """Until this read has ended, or a signal has come."""
+        self._suspend(_addresses([control]), 1, None)
+
+
+def _addresses(controls: Sequence[_Control]) -> ctypes.Array:
+    return (ctypes.c_void_p * len(controls))(*map(ctypes.addressof, controls))
 
 
 @functools.cache
@@ -73,21 +86,15 @@ def available() -> bool:
 
 
 class SystemJob(Job):
-    """Reads under way, begun when it is made. Who waits for it, or drains it, must do so before their memory goes.
+    """Reads for ``begin``, which must be drained or waited for before the memory that they write goes.
 
-    What came short, failed or could not be begun is read once more by who waits, which ends it or says why.
+    What came short, failed or was not begun is read once more by who waits, which ends it or says why.
     """
 
-    def __init__(self, reads: Sequence[Read], check: Piece | None = None) -> None:
+    def __init__(self, reads: Sequence[Read], descriptors: Sequence[int], check: Piece | None = None) -> None:
+        """descriptors: to read from, in place of the reads' own."""
         super().__init__((), check)
-        self._reads = [(read, _control(read)) for read in reads]
-
-    def begin(self, descriptors: Sequence[int]) -> None:
-        """Start the reads, each from a descriptor of its own; who calls this holds the job until it has ended."""
-        begin = _library().begin
-        for (_, control), descriptor in zip(self._reads, descriptors, strict=True):
-            control.descriptor = descriptor
-            begin(control)  # if it cannot, it stays not begun
+        self._reads = [(read, _control(read, number)) for read, number in zip(reads, descriptors, strict=True)]
 
     @property
     def ended(self) -> bool:
@@ -111,16 +118,26 @@ class SystemJob(Job):
     def drain(self) -> None:
         """Until it has ended; if a signal's handler raises, another call goes on."""
         library = _library()
-        for _, control in self._reads:
-            pending = (ctypes.POINTER(_Control) * 1)(ctypes.pointer(control))
+        for _, control in reversed(self._reads):  # when the last has ended, mostly all have: fewer wake-ups
             while library.error(control) == errno.EINPROGRESS:
-                library.suspend(pending, 1, None)
+                library.suspend(control)
 
 
-def _control(read: Read) -> _Control:
-    control = _Control(buffer=read.target.ctypes.data, nbytes=read.target.nbytes, offset=read.offset)
-    control.notify, control.error = _NO_SIGNAL, _NOT_BEGUN
-    return control
+def begin(jobs: Iterable[SystemJob]) -> None:
+    """Start their reads at once; whoever calls this holds the jobs until they have ended."""
+    _library().begin([control for job in jobs for _, control in job._reads])
+
+
+def _control(read: Read, descriptor: int) -> _Control:
+    return _Control(
+        descriptor=descriptor,
+        opcode=_READ,
+        buffer=read.target.ctypes.data,
+        nbytes=read.target.nbytes,
+        notify=_NO_SIGNAL,
+        error=_NOT_BEGUN,
+        offset=read.offset,
+    )
 
 
 def _bytes_read(control: _Control) -> int:

@@ -117,7 +117,7 @@ def test_a_descriptor_that_cannot_be_read(disk, path):
 
 
 def test_reads_that_cannot_begin_are_read_by_who_waits(disk, monkeypatch):
-    monkeypatch.setattr(system_reads._library(), "begin", lambda control: -1)
+    monkeypatch.setattr(system_reads._library(), "begin", lambda controls: None)
     read = disk.read(100, 5000)
     job = disk.submit(read)
     assert job.ended and not read.target.any()
@@ -181,16 +181,20 @@ def test_interrupts(disk, monkeypatch, at):
     """One while reads begin leaves what has begun to ``stop``; one that waits can wait again."""
     begin_late(monkeypatch, 0.1)
     library, reads = system_reads._library(), [disk.read(i * 5000, 5000) for i in range(8)]
-    real = library.begin if at == "begin" else library.suspend
-    calls = []
+    begin, suspend, calls = library.begin, library.suspend, []
 
-    def interrupted(*arguments):
-        calls.append(arguments)
+    def some_begin(controls):
+        begin(controls[:3])
+        raise KeyboardInterrupt
+
+    def interrupted(control):
+        calls.append(control)
         if len(calls) == 4:
             raise KeyboardInterrupt
-        return real(*arguments)
+        suspend(control)
 
-    monkeypatch.setattr(library, "begin" if at == "begin" else "suspend", interrupted)
+    monkeypatch.setattr(library, "begin", some_begin if at == "begin" else begin)
+    monkeypatch.setattr(library, "suspend", interrupted if at == "wait" else suspend)
     with pytest.raises(KeyboardInterrupt):
         disk.submit(*reads).wait()
     if at == "begin":
