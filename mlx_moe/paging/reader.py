@@ -65,7 +65,7 @@ class ReadQueue(JobQueue):
         super().__init__(threads, name)
         self._files, self._lane = files, 0
         self._begun: deque[SystemJob] = deque()  # the library's until they have ended
-        self._drainer = weakref.finalize(self, _drain, self._begun)
+        self._stopper = weakref.finalize(self, _stop, self._begun)
 
     def submit(
         self,
@@ -102,16 +102,16 @@ class ReadQueue(JobQueue):
     def stop(self) -> None:
         """See JobQueue; what the C library reads ends first."""
         super().stop()
-        _drain(self._begun)
+        _stop(self._begun)
 
     def _next_lane(self) -> int:
         self._lane = (self._lane + 1) % self._count
         return self._lane
 
 
-def _drain(jobs: deque[SystemJob]) -> None:
+def _stop(jobs: deque[SystemJob]) -> None:
     while jobs:
-        jobs[0].drain()
+        jobs[0].stop()
         jobs.popleft()
 
 

@@ -12,10 +12,10 @@ import errno
 import functools
 import platform
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from mlx_moe.paging.files import Read
-from mlx_moe.paging.queue import Job, Piece
+from mlx_moe.paging.queue import Cancelled, Job, Piece
 
 _READ, _DO_NOT_WAIT, _NO_SIGNAL = 0, 1, 1  # LIO_READ, LIO_NOWAIT, SIGEV_NONE
 _NOT_BEGUN = errno.ECANCELED
@@ -95,12 +95,13 @@ class SystemJob(Job):
         """descriptors: to read from, in place of the reads' own."""
         super().__init__((), check)
         self._reads = [(read, _control(read, number)) for read, number in zip(reads, descriptors, strict=True)]
+        self._begun = False
 
     @property
     def ended(self) -> bool:
-        """Whether nothing is read any more."""
+        """Whether it was begun, and nothing is read any more."""
         error = _library().error
-        return all(error(control) != errno.EINPROGRESS for _, control in self._reads)
+        return self._begun and all(error(control) != errno.EINPROGRESS for _, control in self._reads)
 
     def wait(self) -> None:
         """See Job; for one thread at a time."""
@@ -122,9 +123,19 @@ class SystemJob(Job):
             while library.error(control) == errno.EINPROGRESS:
                 library.suspend(control)
 
+    def stop(self) -> None:
+        """Until it has ended; what was not begun will not be."""
+        self.drain()
+        if any(_library().error(control) == _NOT_BEGUN for _, control in self._reads):
+            self._fail(Cancelled())
+            self._reads.clear()
+        self._begun = True
 
-def begin(jobs: Iterable[SystemJob]) -> None:
+
+def begin(jobs: Sequence[SystemJob]) -> None:
     """Start their reads at once; whoever calls this holds the jobs until they have ended."""
+    for job in jobs:
+        job._begun = True
     _library().begin([control for job in jobs for _, control in job._reads])
 
 

@@ -19,7 +19,7 @@ import pytest
 from disks import begin_late, read_by_threads
 from mlx_moe.paging import system_reads
 from mlx_moe.paging.files import Files, Read
-from mlx_moe.paging.queue import Job
+from mlx_moe.paging.queue import Cancelled, Job
 from mlx_moe.paging.reader import ReadQueue
 from mlx_moe.paging.system_reads import SystemJob
 from waiting import soon
@@ -125,6 +125,24 @@ def test_reads_that_cannot_begin_are_read_by_who_waits(disk, monkeypatch):
     assert whole(read)
 
 
+def test_jobs_that_start_together(disk):
+    """Nothing is read before ``go``; what was stopped before is never read."""
+    together, later = disk.queue.together(), disk.queue.together()
+    reads = [disk.read(i * 5000, 5000) for i in range(20)]
+    jobs = [disk.queue.submit([read], together=together) for read in reads[:10]]
+    late = [disk.queue.submit([read], together=later) for read in reads[10:]]
+    time.sleep(0.02)
+    assert not any(read.target.any() for read in reads)
+    disk.queue.go(together)
+    for job in jobs:
+        job.wait()
+    disk.queue.stop()
+    for job in late:
+        with pytest.raises(Cancelled):
+            job.wait()
+    assert [whole(read) for read in reads] == [True] * 10 + [False] * 10 and not any(r.target.any() for r in reads[10:])
+
+
 def test_without_more_descriptors(disk, monkeypatch):
     def none(descriptor):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
@@ -198,8 +216,11 @@ def test_interrupts(disk, monkeypatch, at):
     with pytest.raises(KeyboardInterrupt):
         disk.submit(*reads).wait()
     if at == "begin":
+        (job,) = disk.queue._begun
         disk.queue.stop()
         assert [whole(read) for read in reads] == [True] * 3 + [False] * 5
+        with pytest.raises(Cancelled):
+            job.wait()
     else:
         (job,) = disk.queue._begun
         job.wait()
