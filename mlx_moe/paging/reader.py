@@ -24,7 +24,8 @@ from mlx_moe.paging.waits import Waits
 __all__ = ["MOST_BYTES", "PIECE_BYTES", "THREADS", "Direct", "ExpertReader", "Files", "Fill", "can_be_direct"]
 
 THREADS = 12
-"""More than the eight reads that keep an SSD busy, since some threads always wait for their turn at Python."""
+"""More than the eight reads that keep an SSD busy, since some threads always wait for their turn at Python. glibc has
+20 at most."""
 PIECE_BYTES = 512 << 10
 """Reads are not split below this, a multiple of every alignment that direct reads need."""
 MOST_BYTES = 2 * PIECE_BYTES

@@ -168,7 +168,7 @@ def test_kinds_of_models(plan, numbers, tiny, tmp_path, capsys):
 
 def test_no_experts_on_disk_where_they_do_not_stream(plan, tmp_path):
     folder = write_quantized(tmp_path / "packed", wide_config(), tmp_path / "plain")
-    status, out, _ = plan("--model", folder, "--memory", "400MB")
+    status, out, _ = plan("--model", folder, "--memory", "300MB")
     assert status == 1 and "do not stream" in out and "mlx-moe convert" in out
 
 
