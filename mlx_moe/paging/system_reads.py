@@ -143,7 +143,7 @@ def _control(read: Read, descriptor: int) -> _Control:
     return _Control(
         descriptor=descriptor,
         opcode=_READ,
-        buffer=read.target.ctypes.data,
+        buffer=ctypes.addressof(ctypes.c_char.from_buffer(read.target)),
         nbytes=read.target.nbytes,
         notify=_NO_SIGNAL,
         error=_NOT_BEGUN,
