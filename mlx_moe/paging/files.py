@@ -77,7 +77,7 @@ class Files:
         """direct: None reads through the page cache."""
         self._direct = direct
         self._open: dict[tuple[Path, bool], int] = {}
-        self._lanes: dict[tuple[int, int], int] = {}
+        self._lanes: dict[tuple[int, int], int] = {}  # by descriptor and number
         self._seen: dict[Path, tuple[int, int, int, int]] = {}  # stays when files are closed
         self._buffered: set[Path] = set()  # of which it was said that they are not read directly
         self._lock = threading.Lock()
