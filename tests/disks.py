@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import random
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -56,14 +56,19 @@ def begin_late(patch: pytest.MonkeyPatch, most_s: float, seed: int = 0) -> None:
     library, rng = system_reads._library(), random.Random(seed)
     real = library.begin
 
+    def begin_one(waiting: list) -> None:
+        with contextlib.suppress(IndexError):  # it was begun already
+            real([waiting.pop()])
+
     def begin(controls) -> None:
-        masked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})  # an interrupt in here would lose reads
-        try:
-            for control in controls:
+        for control in controls:
+            waiting = [control]
+            try:
                 control.error = errno.EINPROGRESS
-                threading.Timer(rng.uniform(0, most_s), real, ([control],)).start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, masked)
+                threading.Timer(rng.uniform(0, most_s), begin_one, (waiting,)).start()
+            except BaseException:  # an interrupt in here must not lose the read
+                begin_one(waiting)
+                raise
 
     patch.setattr(library, "begin", begin)
     patch.setattr(library, "suspend", lambda *_: time.sleep(0.0005))  # the library knows nothing of them yet
