@@ -14,7 +14,7 @@ import pytest
 
 from checkpoints import write
 from custom_kernels import dispatch
-from disks import slow
+from disks import read_with, slow
 from folders import EXPERTS, KINDS, TOP_K, decoded, folder_config, folder_weights, write_folder
 from mlx_moe import load_model, runtime, streaming
 from mlx_moe.cli import main
@@ -258,7 +258,7 @@ GATE = "model.layers.1.mlp.experts.7.gate_proj"
 )  # fmt: skip
 def test_faults_are_named_before_anything_is_read(tmp_path, monkeypatch, kind, changes, error, message):
     folder = write_folder(tmp_path / "m", kind, **changes)
-    monkeypatch.setattr(os, "preadv", lambda *_: pytest.fail("an expert was read"))
+    read_with(monkeypatch, lambda *_: pytest.fail("an expert was read"))
     with pytest.raises(error, match=message) as caught:
         load_model(folder, mx.float32, expert_slots=4)
     assert "\n" not in str(caught.value) and str(folder) in str(caught.value)

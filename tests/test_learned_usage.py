@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from disks import slow
+from disks import read_with, slow
 from mlx_moe import MoceConfig, load, load_model, stream_generate
 from mlx_moe.cli.usage import store_of
 from mlx_moe.generation import process_prompt
@@ -99,7 +99,7 @@ def test_rejected_tokens_and_aborted_passes_teach_nothing(path, monkeypatch):
             raise OSError(5, "Input/output error")
         return real(*arguments)
 
-    monkeypatch.setattr(os, "preadv", fail)
+    read_with(monkeypatch, fail)
     for ids in (IDS[None, :1], IDS[None, 2:30]):  # a window and a prompt
         with pytest.raises(OSError, match="Input/output error"):
             for _ in range(20):
