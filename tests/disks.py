@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
+import heapq
+import itertools
 import os
+import queue
 import random
 import threading
 import time
@@ -54,7 +58,7 @@ def delayed(most_s: float, seed: int = 0) -> Callable:
 def begin_late(patch: pytest.MonkeyPatch, most_s: float, seed: int = 0) -> None:
     """Reads of the C library begin a random time after they should, so that their bytes come late."""
     library, rng = system_reads._library(), random.Random(seed)
-    real = library.begin
+    real, later = library.begin, _later()
 
     def begin_one(waiting: list) -> None:
         with contextlib.suppress(IndexError):  # it was begun already
@@ -65,10 +69,28 @@ def begin_late(patch: pytest.MonkeyPatch, most_s: float, seed: int = 0) -> None:
             waiting = [control]
             try:
                 control.error = errno.EINPROGRESS
-                threading.Timer(rng.uniform(0, most_s), begin_one, (waiting,)).start()
+                later.put((time.monotonic() + rng.uniform(0, most_s), lambda waiting=waiting: begin_one(waiting)))
             except BaseException:  # an interrupt in here must not lose the read
                 begin_one(waiting)
                 raise
 
     patch.setattr(library, "begin", begin)
     patch.setattr(library, "suspend", lambda *_: time.sleep(0.0005))  # the library knows nothing of them yet
+
+
+@functools.cache
+def _later() -> queue.SimpleQueue:
+    """Takes times and what to do then. One thread does it all: an interrupt while one starts would leave it locked."""
+    given = queue.SimpleQueue()
+    threading.Thread(target=_do_later, args=(given,), daemon=True).start()
+    return given
+
+
+def _do_later(given: queue.SimpleQueue) -> None:
+    waiting, number = [], itertools.count()
+    while True:
+        with contextlib.suppress(queue.Empty):
+            due, do = given.get(timeout=max(0.0, waiting[0][0] - time.monotonic()) if waiting else None)
+            heapq.heappush(waiting, (due, next(number), do))
+        while waiting and waiting[0][0] <= time.monotonic():
+            heapq.heappop(waiting)[2]()

@@ -81,7 +81,7 @@ class Files:
         self._seen: dict[Path, tuple[int, int, int, int]] = {}  # stays when files are closed
         self._buffered: set[Path] = set()  # of which it was said that they are not read directly
         self._lock = threading.Lock()
-        self._finalizer = weakref.finalize(self, _close, self._open, self._lanes)
+        self._finalizer = weakref.finalize(self, _close, self._lanes, self._open)
 
     def note(self, paths: Iterable[Path]) -> None:
         """Remember files as they are now. Raises OSError, in one line, for one that is not there."""
@@ -144,7 +144,7 @@ class Files:
     def close(self) -> None:
         """Close all; a later read opens again."""
         with self._lock:
-            _close(self._open, self._lanes)
+            _close(self._lanes, self._open)  # in this order: lanes of a descriptor that is used again would be wrong
 
     def _read(self, path: Path, offset: int, target: np.ndarray, what: str) -> Read:
         direct = self._is_direct(path, offset, target)

@@ -128,11 +128,12 @@ def _soon(condition: Callable[[], bool]) -> bool:
 
 def _live(path: Path, seconds: float, monkeypatch) -> None:
     gc.collect()
-    files, threads, seed = _descriptors(), threading.active_count(), random.randrange(1 << 30)
+    seed = random.randrange(1 << 30)
     print("seed", seed)
-    life = Life(path, seed)
     if system_reads.available():
-        begin_late(monkeypatch, 0.002, seed)
+        begin_late(monkeypatch, 0.002, seed)  # by a thread that stays
+    files, threads = _descriptors(), threading.active_count()
+    life = Life(path, seed)
     monkeypatch.setattr(os, "preadv", delayed(0.002, seed))
     monkeypatch.setattr(system_reads, "available", lambda: life.by_system)
     end, start = time.monotonic() + seconds, None
