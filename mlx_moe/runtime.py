@@ -103,7 +103,7 @@ def load_model(
             models that are loaded already hold is not available to this one.
         expert_slots: experts per layer in memory; None is as many as fit.
         resident: all experts in memory, or an error.
-        io_threads: that read experts; where the C library reads, so many reads of a file run side by side.
+        io_threads: that read experts.
         read_ahead: read what the next layer will probably need.
         read_by_token: read also, for all layers as soon as a token is known, what it used in earlier text, as was
             learned: more experts are in memory when they are needed, and more bytes are read. Not with record_routing.

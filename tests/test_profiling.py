@@ -11,7 +11,6 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from disks import read_with
 from mlx_moe import load, stream_generate
 from mlx_moe.cli import main
 from paging.streamed import LAYERS, write_model
@@ -24,7 +23,7 @@ def path(tmp_path_factory) -> Path:
 
 def slow_reads(monkeypatch, seconds: float) -> None:
     real = os.preadv
-    read_with(monkeypatch, lambda *a: (time.sleep(seconds), real(*a))[1])
+    monkeypatch.setattr(os, "preadv", lambda *a: (time.sleep(seconds), real(*a))[1])
 
 
 def test_parts_add_up_and_the_disk_shows(path, monkeypatch):

@@ -90,7 +90,7 @@ def _add_paging(out: argparse.ArgumentParser) -> None:
     out.add_argument("--memory", metavar="SIZE", help="ceiling of this process, as 10GB (default: the machine's)")
     out.add_argument("--expert-slots", type=int, metavar="N", help="experts per layer in memory (default: what fits)")
     out.add_argument("--resident", action="store_true", default=None, help="all experts in memory, or stop")
-    out.add_argument("--io-threads", type=int, metavar="N", help="reads at a time (default: 12)")
+    out.add_argument("--io-threads", type=int, metavar="N", help="threads that read experts (default: 12)")
     out.add_argument(
         "--no-read-ahead",
         action="store_false",

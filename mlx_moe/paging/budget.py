@@ -23,7 +23,7 @@ class Paging:
         memory: ceiling of the process, as 10GB or in bytes; None is the machine's.
         expert_slots: experts of every layer that stand in memory; None follows from the ceiling.
         resident: all experts stand in memory, or loading fails.
-        io_threads: that read; where the C library reads, so many reads of a file run side by side.
+        io_threads: that read.
         read_ahead: read what the next layer will probably need.
         read_by_token: read also, for all layers as soon as a token is known, what it used before, as was learned.
         io: "direct" goes past the page cache and says where it cannot, "buffered" never does; None is direct, quietly.

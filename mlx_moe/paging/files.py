@@ -38,38 +38,6 @@ class Direct(NamedTuple):
     level: int = logging.INFO
 
 
-class Read(NamedTuple):
-    """One read, by whoever calls it; what can be done before it was.
-
-    Attributes:
-        target: contiguous uint8, to be filled from byte ``offset`` of the file on.
-    """
-
-    descriptor: int
-    offset: int
-    target: np.ndarray
-    path: Path
-    what: str
-
-    def __call__(self, done: int = 0) -> None:
-        """Read all of it, or what is left after ``done`` bytes. Raises OSError as ``Files.read``.
-
-        Between the system's calls hardly anything is done, since it holds Python's lock.
-        """
-        try:
-            while True:
-                view = memoryview(self.target)[done:] if done else self.target
-                count = os.preadv(self.descriptor, [view], self.offset + done)
-                done += count
-                if done == self.target.nbytes:
-                    return
-                if not count:
-                    left = self.target.nbytes - done
-                    raise OSError(f"the file ends at byte {self.offset + done}, {left} bytes early")
-        except OSError as error:
-            raise _named(self.path, self.what, error) from None
-
-
 class Files:
     """Files opened when they are first read, and kept open until this is closed or forgotten; any thread may read."""
 
@@ -77,11 +45,10 @@ class Files:
         """direct: None reads through the page cache."""
         self._direct = direct
         self._open: dict[tuple[Path, bool], int] = {}
-        self._lanes: dict[tuple[int, int], int] = {}  # by descriptor and number
         self._seen: dict[Path, tuple[int, int, int, int]] = {}  # stays when files are closed
         self._buffered: set[Path] = set()  # of which it was said that they are not read directly
         self._lock = threading.Lock()
-        self._finalizer = weakref.finalize(self, _close, self._lanes, self._open)
+        self._finalizer = weakref.finalize(self, _close, self._open)
 
     def note(self, paths: Iterable[Path]) -> None:
         """Remember files as they are now. Raises OSError, in one line, for one that is not there."""
@@ -103,30 +70,20 @@ class Files:
     def fill(self, path: Path, offset: int, target: np.ndarray, what: str) -> None:
         """``read`` without the look at whether the file is what it was: ``check`` must follow the last of its reads."""
         try:
-            read = self._read(path, offset, target, what)
+            direct = self._is_direct(path, offset, target)
+            descriptor = self._open.get((path, direct))
+            if descriptor is None:
+                descriptor = self._descriptor(path, direct)
         except OSError as error:
             raise _named(path, what, error) from None
-        read()
+        _fill(descriptor, offset, target, path, what)
 
     def piece(self, path: Path, offset: int, target: np.ndarray, what: str) -> Callable[[], None]:
         """``fill``, for any thread to call before this is closed; what can be done before is done now."""
-        try:
-            return self._read(path, offset, target, what)
-        except OSError:
-            return partial(self.fill, path, offset, target, what)  # which says why, unless it is open by then
-
-    def lane(self, descriptor: int, number: int) -> int:
-        """Another descriptor of an open file, the same for the same number; 0, and where there are no more, itself."""
-        found = self._lanes.get((descriptor, number)) if number else descriptor
-        if found is not None:
-            return found
-        with self._lock:
-            if (descriptor, number) not in self._lanes:
-                try:
-                    self._lanes[descriptor, number] = os.dup(descriptor)
-                except OSError:
-                    return descriptor
-            return self._lanes[descriptor, number]
+        descriptor = self._open.get((path, self._is_direct(path, offset, target)))
+        if descriptor is None:
+            return partial(self.fill, path, offset, target, what)
+        return partial(_fill, descriptor, offset, target, path, what)
 
     def check(self, paths: Iterable[Path], what: str) -> None:
         """Raises OSError, in one line, for the first file that is not what it was when it was first seen."""
@@ -144,14 +101,7 @@ class Files:
     def close(self) -> None:
         """Close all; a later read opens again."""
         with self._lock:
-            _close(self._lanes, self._open)  # in this order: lanes of a descriptor that is used again would be wrong
-
-    def _read(self, path: Path, offset: int, target: np.ndarray, what: str) -> Read:
-        direct = self._is_direct(path, offset, target)
-        descriptor = self._open.get((path, direct))
-        if descriptor is None:
-            descriptor = self._descriptor(path, direct)
-        return Read(descriptor, offset, target, path, what)
+            _close(self._open)
 
     def _is_direct(self, path: Path, offset: int, target: np.ndarray) -> bool:
         if self._direct is None or path in self._buffered:
@@ -194,6 +144,20 @@ class Files:
             return self._open[path, direct]
 
 
+def _fill(descriptor: int, offset: int, target: np.ndarray, path: Path, what: str) -> None:
+    """Fill ``target``; between the system's calls hardly anything is done, since it holds Python's lock."""
+    try:
+        done = os.preadv(descriptor, [target], offset)
+        while done < target.nbytes:
+            count = os.preadv(descriptor, [memoryview(target)[done:]], offset + done)
+            if not count:
+                end = offset + done
+                raise OSError(f"the file ends at byte {end}, {target.nbytes - done} bytes early")
+            done += count
+    except OSError as error:
+        raise _named(path, what, error) from None
+
+
 def _named(path: Path, what: str, error: OSError) -> OSError:
     return OSError(f"{path}: {what} cannot be read ({error.strerror or error})")
 
@@ -217,7 +181,6 @@ def _identity(status: os.stat_result) -> tuple[int, int, int, int]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def _close(*opened: dict[tuple, int]) -> None:
-    for descriptors in opened:
-        while descriptors:
-            os.close(descriptors.popitem()[1])
+def _close(descriptors: dict[tuple[Path, bool], int]) -> None:
+    while descriptors:
+        os.close(descriptors.popitem()[1])

@@ -46,14 +46,9 @@ class Job:
         self._open = list(range(len(self._pieces)))  # an entry for each that has not ended; the last one is 0
         self._error: Exception | None = None
         self._over = threading.Lock()
-        self._ended = not self._pieces
+        self.ended = not self._pieces
         if self._pieces:
             self._over.acquire()
-
-    @property
-    def ended(self) -> bool:
-        """Whether no piece runs or will run any more."""
-        return self._ended
 
     def wait(self) -> None:
         """Until it has ended; raises the first error of a piece, or Cancelled, or what its check raises."""
@@ -80,7 +75,7 @@ class Job:
 
     def _end(self) -> None:
         self._pieces.clear()
-        self._ended = True
+        self.ended = True
         self._over.release()
 
 

@@ -1,4 +1,4 @@
-"""Bytes of experts from files into memory that others own, by threads of its own or of the system. Knows no MLX.
+"""Bytes of experts from files into memory that others own, by threads of its own. Knows no MLX.
 
 Demanded records go before speculative ones. A record that comes alone is read in several pieces at once; of many at a
 time the pieces are longer, since every read costs a thread its turn at Python.
@@ -6,7 +6,6 @@ time the pieces are longer, since every read costs a thread its turn at Python.
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -14,18 +13,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mlx_moe.paging import system_reads
-from mlx_moe.paging.files import Direct, Files, Read
+from mlx_moe.paging.files import Direct, Files
 from mlx_moe.paging.index import ExpertIndex
 from mlx_moe.paging.queue import Job, JobQueue, Piece, Together
-from mlx_moe.paging.system_reads import SystemJob
 from mlx_moe.paging.waits import Waits
 
 __all__ = ["MOST_BYTES", "PIECE_BYTES", "THREADS", "Direct", "ExpertReader", "Files", "Fill", "can_be_direct"]
 
 THREADS = 12
-"""More than the eight reads that keep an SSD busy, since some threads always wait for their turn at Python. glibc has
-20 at most."""
+"""More than the eight reads that keep an SSD busy, since some threads always wait for their turn at Python."""
 PIECE_BYTES = 512 << 10
 """Reads are not split below this, a multiple of every alignment that direct reads need."""
 MOST_BYTES = 2 * PIECE_BYTES
@@ -50,72 +46,6 @@ def can_be_direct(index: ExpertIndex, alignment: int) -> bool:
     )
 
 
-class ReadsTogether(Together):
-    """Jobs that start at once; some by the C library."""
-
-    def __init__(self, threads: int) -> None:
-        super().__init__(threads)
-        self.jobs: list[SystemJob] = []
-
-
-class ReadQueue(JobQueue):
-    """A JobQueue whose demanded reads are left to the C library, where that can read (``system_reads.py``)."""
-
-    def __init__(self, threads: int, name: str, files: Files) -> None:
-        """threads: also how many reads of a file the C library does at a time."""
-        super().__init__(threads, name)
-        self._files, self._lane = files, 0
-        self._begun: deque[SystemJob] = deque()  # the library's until they have ended
-        self._stopper = weakref.finalize(self, _stop, self._begun)
-
-    def submit(
-        self,
-        pieces: Iterable[Piece],
-        demanded: bool = True,
-        check: Piece | None = None,
-        together: ReadsTogether | None = None,
-    ) -> Job:
-        """See JobQueue."""
-        pieces = list(pieces)
-        reads = demanded and pieces and all(isinstance(piece, Read) for piece in pieces)
-        if not reads or not system_reads.available():
-            return super().submit(pieces, demanded, check, together)
-        while self._begun and self._begun[0].ended:
-            self._begun.popleft()
-        job = SystemJob(pieces, [self._files.lane(read.descriptor, self._next_lane()) for read in pieces], check)
-        self._begun.append(job)
-        if together is None:
-            system_reads.begin([job])
-        else:
-            together.jobs.append(job)
-        return job
-
-    def together(self) -> ReadsTogether:
-        """See JobQueue."""
-        return ReadsTogether(self._count)
-
-    def go(self, together: ReadsTogether) -> None:
-        """See JobQueue."""
-        if together.jobs:
-            system_reads.begin(together.jobs)
-        super().go(together)
-
-    def stop(self) -> None:
-        """See JobQueue; what the C library reads ends first."""
-        super().stop()
-        _stop(self._begun)
-
-    def _next_lane(self) -> int:
-        self._lane = (self._lane + 1) % self._count
-        return self._lane
-
-
-def _stop(jobs: deque[SystemJob]) -> None:
-    while jobs:
-        jobs[0].stop()
-        jobs.popleft()
-
-
 class ExpertReader:
     """Reads experts by layer and number, as an index says where they are.
 
@@ -125,7 +55,7 @@ class ExpertReader:
     def __init__(self, index: ExpertIndex, threads: int = THREADS, direct: Direct | None = None) -> None:
         """direct: see Files."""
         self._index, self._threads, self.files = index, threads, Files(direct)
-        self.queue = ReadQueue(threads, "experts", self.files)
+        self.queue = JobQueue(threads, "experts")
         self.waits = Waits()  # of who computes with what is read
 
     def read(self, layer: int, expert: int, target: np.ndarray) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import random
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
@@ -66,6 +69,17 @@ def bits(cache) -> list[np.ndarray]:
         for value in layer.state
         if value is not None
     ]
+
+
+def delayed(most_s: float, seed: int = 0) -> Callable:
+    """preadv that takes a random time."""
+    real, rng = os.preadv, random.Random(seed)
+
+    def read(descriptor, views, at):
+        time.sleep(rng.uniform(0, most_s))
+        return real(descriptor, views, at)
+
+    return read
 
 
 def readers() -> list[str]:

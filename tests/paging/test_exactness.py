@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from disks import BY, read_by_threads, slow
 from mlx_moe import load, stream_generate
 from mlx_moe.models.qwen4_exp import Model
+from paging.streamed import delayed
 
 PROMPTS = (
     "Once upon a time there was a small",
@@ -57,11 +58,8 @@ def resident_logits() -> np.ndarray:
 @pytest.mark.parametrize("read_ahead", [True, False])
 @pytest.mark.parametrize("threads", THREADS)
 @pytest.mark.parametrize("slots", [8, 12, 20, 40])
-def test_output_of_every_arena(resident, resident_logits, monkeypatch, slots, threads, read_ahead):
-    """Text and every bit of logits; also after resizes, down to what a token uses, up to all, and back.
-
-    The second half is read by Python's threads, wherever it runs.
-    """
+def test_output_of_every_arena(resident, resident_logits, slots, threads, read_ahead):
+    """Text and every bit of logits; also after resizes, down to what a token uses, up to all, and back."""
     model, tokenizer = load(dtype=mx.float32, expert_slots=slots, io_threads=threads, read_ahead=read_ahead)
     with model:
         assert texts(model, tokenizer) == resident
@@ -69,7 +67,6 @@ def test_output_of_every_arena(resident, resident_logits, monkeypatch, slots, th
         stats = model.experts_stats
         assert stats.slots == slots and (stats.misses > 0) == (slots < 40)
         assert (stats.ahead_useful > 0) == (read_ahead and slots < 40)
-        read_by_threads(monkeypatch)
         for other in (6, 40, slots):
             model.resize_experts(other)
             assert texts(model, tokenizer, PROMPTS[:1]) == resident[:1]
@@ -77,13 +74,12 @@ def test_output_of_every_arena(resident, resident_logits, monkeypatch, slots, th
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("by", BY)
 @pytest.mark.parametrize(("slots", "threads"), [(8, 8), (12, 2), (20, 1)])
-def test_output_under_slow_reads(resident, resident_logits, monkeypatch, slots, threads, by):
+def test_output_under_slow_reads(resident, resident_logits, monkeypatch, slots, threads):
     """0 to 20 ms more for each."""
     model, tokenizer = load(dtype=mx.float32, expert_slots=slots, io_threads=threads)
     with model:
-        slow(monkeypatch, 0.02, by=by)
+        monkeypatch.setattr(os, "preadv", delayed(0.02))
         assert texts(model, tokenizer, PROMPTS[1:3]) == resident[1:3]
         assert np.array_equal(logits(model, tokenizer), resident_logits)
 

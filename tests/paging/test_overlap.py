@@ -17,7 +17,6 @@ import pytest
 from custom_kernels.moce_route import plain_route
 from mlx_moe.paging import experts as experts_module
 from mlx_moe.paging import pager as pager_module
-from mlx_moe.paging.files import Read
 from mlx_moe.paging.prompt import PromptReads
 from paging.scripted import Clock, Device, Disk, ScriptedQueue
 from paging.streamed import IDS, TOP_K, opened, write_model
@@ -133,8 +132,7 @@ class Pass:
 
 def _bytes_of(piece) -> int:
     """That a piece reads of an expert; rows of the n-gram table take no time."""
-    parts = piece if isinstance(piece, Read) else piece.args
-    return sum(array.nbytes for array in parts if isinstance(array, np.ndarray) and array.ndim == 1)
+    return sum(array.nbytes for array in piece.args if isinstance(array, np.ndarray) and array.ndim == 1)
 
 
 def _prompt_reads(double: bool, *arguments) -> PromptReads:

@@ -20,11 +20,9 @@ import mlx.core as mx
 import pytest
 
 from checkpoints import tokens
-from disks import begin_late, delayed
 from mlx_moe.generation import generate_tokens
 from mlx_moe.models.qwen4_exp import Model
-from mlx_moe.paging import system_reads
-from paging.streamed import EXPERTS, TOP_K, greedy, opened, readers, write_model
+from paging.streamed import EXPERTS, TOP_K, delayed, greedy, opened, readers, write_model
 
 TOKENS = 8
 LENGTHS = (1, 3, 7, 9, 20, 40, 61, 130)
@@ -49,10 +47,8 @@ class Life:
         with opened(path) as whole:
             self.texts = [greedy(whole, TOKENS, prompt) for prompt in self.prompts]
         self.model: Model = opened(path, 10, io_threads=self.rng.choice((1, 2, 8)), usage=True)
-        self.by_system = system_reads.available()
 
     def act(self) -> None:
-        self.by_system = system_reads._library() is not None and self.rng.random() < 0.5
         action = self.rng.choices((self.text, self.cancelled, self.interrupted, self.resized), (5, 2, 3, 2))[0]
         self.counts[action.__name__] += 1
         action()
@@ -128,18 +124,14 @@ def _soon(condition: Callable[[], bool]) -> bool:
 
 def _live(path: Path, seconds: float, monkeypatch) -> None:
     gc.collect()
-    seed = random.randrange(1 << 30)
+    files, threads, seed = _descriptors(), threading.active_count(), random.randrange(1 << 30)
     print("seed", seed)
-    if system_reads.available():
-        begin_late(monkeypatch, 0.002, seed)  # by a thread that stays
-    files, threads = _descriptors(), threading.active_count()
     life = Life(path, seed)
     monkeypatch.setattr(os, "preadv", delayed(0.002, seed))
-    monkeypatch.setattr(system_reads, "available", lambda: life.by_system)
     end, start = time.monotonic() + seconds, None
     while time.monotonic() < end:
         life.act()
-        assert _soon(lambda: len(readers()) <= 8 and _descriptors() <= files + 9), f"{_descriptors()}, {readers()}"
+        assert _soon(lambda: len(readers()) <= 8 and _descriptors() <= files + 2), f"{_descriptors()}, {readers()}"
         if start is None and sum(life.counts.values()) == WARM_UP:
             start = _taken(life.model)
     last = _taken(life.model)

@@ -16,12 +16,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from disks import BY, begin_late, read_with, slow
 from mlx_moe import load, load_model, stream_generate, streaming
 from mlx_moe.cli import main
 from mlx_moe.generation import generate_tokens
 from mlx_moe.paging import pager as pager_module
-from mlx_moe.paging import system_reads
 from mlx_moe.paging.plan import PROCESS_BYTES, SYSTEM_BYTES
 from mlx_moe.platform import MemoryLimits, taken_bytes
 from mlx_moe.runtime import DEMO
@@ -32,6 +30,7 @@ from paging.streamed import (
     TOP_K,
     bits,
     ceiling,
+    delayed,
     descriptors,
     greedy,
     logits,
@@ -72,12 +71,11 @@ def test_output_does_not_depend_on_the_arena(path, resident, slots):
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("by", BY)
 @pytest.mark.parametrize(("threads", "read_ahead"), [(1, True), (2, True), (8, False)])
-def test_output_does_not_depend_on_the_disk(path, resident, monkeypatch, threads, read_ahead, by):
+def test_output_does_not_depend_on_the_disk(path, resident, monkeypatch, threads, read_ahead):
     """Reads that take 0 to 5 ms each; nor on threads and read-ahead."""
     with opened(path, 12, io_threads=threads, read_ahead=read_ahead) as model:
-        slow(monkeypatch, 0.002 if threads == 1 else 0.005, by=by)
+        monkeypatch.setattr(os, "preadv", delayed(0.002 if threads == 1 else 0.005))
         assert same(model, resident)
         assert (model.experts_stats.ahead_useful > 0) == read_ahead
 
@@ -86,10 +84,9 @@ def test_output_does_not_depend_on_the_disk(path, resident, monkeypatch, threads
 @pytest.mark.parametrize("threads", [1, 2, 8])
 @pytest.mark.parametrize("read_ahead", [True, False])
 @pytest.mark.parametrize("slots", SLOTS)
-@pytest.mark.parametrize("by", BY)
-def test_output_under_long_delays(path, resident, monkeypatch, by, slots, threads, read_ahead):
+def test_output_under_long_delays(path, resident, monkeypatch, slots, threads, read_ahead):
     with opened(path, slots, io_threads=threads, read_ahead=read_ahead) as model:
-        slow(monkeypatch, 0.02, by=by)
+        monkeypatch.setattr(os, "preadv", delayed(0.02))
         assert same(model, resident)
 
 
@@ -126,10 +123,7 @@ def whole_files(oracle):
 @pytest.mark.parametrize("slots", [8, 12, 20])
 @pytest.mark.parametrize("name", ["IQ2_XS-IQ4_NL-Q8_0", "IQ2_S-Q2_0-Q6_K"])
 def test_texts_of_files_of_llama_cpp(oracle, whole_files, monkeypatch, name, slots, threads, read_ahead):
-    """Also while reads take 0 to 20 ms more, and after resizes; 16 experts per layer, so 20 slots hold all.
-
-    First as the machine reads, then by Python's threads.
-    """
+    """Also while reads take 0 to 20 ms more, and after resizes; 16 experts per layer, so 20 slots hold all."""
     want, texts = whole_files(name)
     file = oracle / f"{name}.gguf"
     with load_model(file, mx.float32, expert_slots=slots, io_threads=threads, read_ahead=read_ahead)[0] as model:
@@ -139,20 +133,16 @@ def test_texts_of_files_of_llama_cpp(oracle, whole_files, monkeypatch, name, slo
         for other in (6, 16, slots):
             model.resize_experts(other)
             assert np.array_equal(logits(model), want) and greedy(model, 16, PROMPTS[0]) == texts[0][:16]
-        if system_reads.available():
-            begin_late(monkeypatch, 0.02)
-            assert np.array_equal(logits(model), want)
-            monkeypatch.undo()
-        slow(monkeypatch, 0.02)
+        monkeypatch.setattr(os, "preadv", delayed(0.02))
         assert np.array_equal(logits(model), want) and greedy(model, 16, PROMPTS[1]) == texts[1][:16]
 
 
 def test_residency_follows_from_the_tokens(path, monkeypatch):
     """Counters of slow and fast disks, and of one and eight threads, agree: nothing depends on when a read ends."""
     found = []
-    for threads, delay, by in ((8, 0.0, "threads"), (1, 0.003, "threads"), (8, 0.004, "system")):
+    for threads, delay in ((8, 0.0), (1, 0.003), (8, 0.004)):
         with opened(path, 10, io_threads=threads) as model:
-            slow(monkeypatch, delay, threads, by if system_reads.available() else "threads")
+            monkeypatch.setattr(os, "preadv", delayed(delay, threads))
             logits(model)
             found.append((model.experts_stats.as_dict(), [model._experts._pager.present(i) for i in range(LAYERS)]))
             monkeypatch.undo()
@@ -329,7 +319,7 @@ def test_a_prompt_leaves_no_unpacked_experts_in_memory(path):
 def test_nothing_is_read_twice(path, monkeypatch):
     with opened(path, 12) as model:
         seen, real = [], os.preadv
-        read_with(monkeypatch, lambda fd, views, at: seen.append(at) or real(fd, views, at))
+        monkeypatch.setattr(os, "preadv", lambda fd, views, at: seen.append(at) or real(fd, views, at))
         mx.eval(model.streams(mx.array(IDS[None])))
         assert len(seen) == len(set(seen)) > 3 * TOP_K
 
@@ -392,7 +382,7 @@ def test_faults_that_go_away(copied, resident, monkeypatch, kind):
             model._experts.reader.close()
             monkeypatch.setattr(os, "open", no_descriptors)
         else:
-            read_with(monkeypatch, read)
+            monkeypatch.setattr(os, "preadv", read)
         said = {"end": "the file ends at byte", "EMFILE": "Too many open files"}.get(kind, "Input/output error")
         fails(model, rf"m\.gguf: (expert \d+ of layer \d|n-gram row \d+) cannot be read \({said}", cache)
         monkeypatch.undo()
@@ -418,7 +408,7 @@ def test_a_failed_read_ahead_costs_a_counter(path, resident, monkeypatch):
             return start(fill, demanded, beside, together)
 
         monkeypatch.setattr(reader, "start", started)
-        read_with(monkeypatch, read)
+        monkeypatch.setattr(os, "preadv", read)
         assert same(model, resident) and model.experts_stats.ahead_failed > 5
 
 
