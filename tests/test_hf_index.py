@@ -83,8 +83,8 @@ def test_rows_lie_in_their_shards(tmp_path, kind):
     assert table.shape == (rows.rows, rows.row_bytes)
     edges = np.cumsum([len(tensors[f"{TABLE}.shard_{i}.weight"]) for i in range(4)])
     for row in (0, *edges[:-1] - 1, *edges[:-1], edges[-1] - 1):
-        file, offset = rows.place(int(row))
-        assert file.read_bytes()[offset : offset + rows.row_bytes] == bytes(table[row])
+        file, offset = (int(number[0]) for number in rows.places(np.array([row])))
+        assert rows.files[file].read_bytes()[offset : offset + rows.row_bytes] == bytes(table[row])
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import pytest
 
 from checkpoints import write
 from custom_kernels import dispatch
+from disks import read_with, slow
 from folders import EXPERTS, KINDS, TOP_K, decoded, folder_config, folder_weights, write_folder
 from mlx_moe import load_model, runtime, streaming
 from mlx_moe.cli import main
@@ -26,7 +27,7 @@ from mlx_moe.paging.plan import SYSTEM_BYTES
 from mlx_moe.paging.resident import ResidentExperts, ResidentRows
 from mlx_moe.paging.rows import FileRows
 from packs import write_quantized
-from paging.streamed import IDS, ceiling, delayed, greedy, logits, opened, readers
+from paging.streamed import IDS, ceiling, greedy, logits, opened, readers
 
 LIMIT = 1e-4
 TABLE = "model.layers.0.ple.ple_embedding.ngram_embedding"
@@ -74,7 +75,7 @@ def test_output_under_delays(folders, monkeypatch, kind, slots, threads, ahead):
     with load_model(folders(kind), mx.float32, resident=True)[0] as model:
         want, text = logits(model), greedy(model, 6)
     with opened(folders(kind), slots, io_threads=threads, read_ahead=ahead) as model:
-        monkeypatch.setattr(os, "preadv", delayed(0.002, slots))
+        slow(monkeypatch, 0.002, slots)
         assert np.array_equal(logits(model), want) and greedy(model, 6) == text
         model.resize_experts(EXPERTS - slots)
         assert np.array_equal(logits(model), want) and model.experts_stats.misses > 0
@@ -257,7 +258,7 @@ GATE = "model.layers.1.mlp.experts.7.gate_proj"
 )  # fmt: skip
 def test_faults_are_named_before_anything_is_read(tmp_path, monkeypatch, kind, changes, error, message):
     folder = write_folder(tmp_path / "m", kind, **changes)
-    monkeypatch.setattr(os, "preadv", lambda *_: pytest.fail("an expert was read"))
+    read_with(monkeypatch, lambda *_: pytest.fail("an expert was read"))
     with pytest.raises(error, match=message) as caught:
         load_model(folder, mx.float32, expert_slots=4)
     assert "\n" not in str(caught.value) and str(folder) in str(caught.value)

@@ -14,6 +14,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from disks import read_with, slow
 from mlx_moe import MoceConfig, load, load_model, stream_generate
 from mlx_moe.cli.usage import store_of
 from mlx_moe.generation import process_prompt
@@ -23,7 +24,7 @@ from mlx_moe.quality import Passage, score
 from mlx_moe.runtime import DEMO
 from mlx_moe.static_profile import profile
 from mlx_moe.usage_store import LEARNED, UsageStore
-from paging.streamed import EXPERTS, IDS, LAYERS, TOP_K, delayed, greedy, logits, write_model
+from paging.streamed import EXPERTS, IDS, LAYERS, TOP_K, greedy, logits, write_model
 
 SLOTS = 10
 ROOT = Path(__file__).resolve().parent.parent
@@ -98,7 +99,7 @@ def test_rejected_tokens_and_aborted_passes_teach_nothing(path, monkeypatch):
             raise OSError(5, "Input/output error")
         return real(*arguments)
 
-    monkeypatch.setattr(os, "preadv", fail)
+    read_with(monkeypatch, fail)
     for ids in (IDS[None, :1], IDS[None, 2:30]):  # a window and a prompt
         with pytest.raises(OSError, match="Input/output error"):
             for _ in range(20):
@@ -292,7 +293,7 @@ def test_cache_aware_routing_is_a_function_of_the_file(path, monkeypatch):
     for seed, threads, delay_s in ((0, 8, 0.0), (0, 1, 0.0005), (0, 8, 0.003), (5, 8, 0.0)):
         put(path, seed=seed)
         with opened(path, io_threads=threads, moce=moce, seed_residency="usage") as model:
-            monkeypatch.setattr(os, "preadv", delayed(delay_s, seed=threads))
+            slow(monkeypatch, delay_s, seed=threads)
             out, text = logits(model, (12, 1, 4, 1)), greedy(model, 3)
             stats = {k: v for k, v in model.experts_stats.as_dict().items() if not k.endswith("_ms")}
             found.append((out.tobytes(), text, stats, present(model)))

@@ -19,6 +19,7 @@ from compare import assert_same_up_to_ties, run_in_pieces
 from custom_kernels import dispatch
 from custom_kernels.ggml_blocks import format_by_name, quantize
 from custom_kernels.portable import Launch
+from disks import read_with
 from gguf_models import q8_0_matrices, tiny_metadata, tiny_tensors, write_gguf
 from gguf_writer import Tensor, Typed, encode, packed, write_shards
 from metal_sim import needs_simulator, verify
@@ -252,7 +253,7 @@ def test_the_table_is_read_by_rows(tmp_path, monkeypatch):
             read.append((at - table.offset, len(views[0])))
         return original(fd, views, at)
 
-    monkeypatch.setattr(os, "preadv", watch)
+    read_with(monkeypatch, watch)
     model = load_model(path, mx.float32)[0]
     assert not read
     mx.eval(model(mx.array([[5, 5, 5, 9]])))
@@ -517,7 +518,7 @@ def test_options_that_do_not_apply(tmp_path, tiny):
 
 def test_an_expert_that_cannot_be_read(tmp_path, tiny, monkeypatch):
     (tmp_path / "m.gguf").write_bytes(encode(*tiny))
-    monkeypatch.setattr(os, "preadv", lambda *_: 0)
+    read_with(monkeypatch, lambda *_: 0)
     line = refusal(tmp_path / "m.gguf", OSError)
     assert re.search(r"m.gguf: expert \d of layer \d cannot be read \(the file ends at", line), line
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,9 +10,10 @@ import numpy as np
 import pytest
 
 from custom_kernels.moce_route import NO_SLOT, plain_route
+from disks import slow
 from mlx_moe import MoceConfig
 from mlx_moe.paging.routing import WindowRouter, divergence
-from paging.streamed import EXPERTS, IDS, LAYERS, TOP_K, delayed, greedy, logits, opened, write_model
+from paging.streamed import EXPERTS, IDS, LAYERS, TOP_K, greedy, logits, opened, write_model
 
 SLOTS = 10
 MOCE = MoceConfig(measure=True)
@@ -116,7 +116,7 @@ def test_output_and_counters_do_not_depend_on_the_disk(path, exact, monkeypatch,
     found = []
     for threads, delay in ((8, 0.0), (1, slowest_s / 4), (8, slowest_s))[: 3 if read_ahead else 2]:
         with opened(path, SLOTS, io_threads=threads, read_ahead=read_ahead, moce=MOCE) as model:
-            monkeypatch.setattr(os, "preadv", delayed(delay, seed=threads))
+            slow(monkeypatch, delay, seed=threads)
             found.append(observed(model))
             monkeypatch.undo()
     assert all(same(found[0], other) for other in found[1:])
@@ -133,7 +133,7 @@ def test_what_a_prompt_gives_up_leaves_no_trace(path, monkeypatch):
             monkeypatch.setattr(
                 model._experts, "_guess", lambda layer, x: mx.arange(EXPERTS)[None] if layer < LAYERS else None
             )
-            monkeypatch.setattr(os, "preadv", delayed(delay))
+            slow(monkeypatch, delay)
             mx.eval(model.streams(mx.array(IDS[None, :9])))
             stats = model.experts_stats
             found.append(([model._experts._pager.present(i) for i in range(LAYERS)], stats.bytes_read, stats.misses))

@@ -11,6 +11,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
+from disks import read_with
 from mlx_moe import load, stream_generate
 from mlx_moe.cli import main
 from paging.streamed import LAYERS, write_model
@@ -23,7 +24,7 @@ def path(tmp_path_factory) -> Path:
 
 def slow_reads(monkeypatch, seconds: float) -> None:
     real = os.preadv
-    monkeypatch.setattr(os, "preadv", lambda *a: (time.sleep(seconds), real(*a))[1])
+    read_with(monkeypatch, lambda *a: (time.sleep(seconds), real(*a))[1])
 
 
 def test_parts_add_up_and_the_disk_shows(path, monkeypatch):

@@ -38,6 +38,37 @@ class Direct(NamedTuple):
     level: int = logging.INFO
 
 
+class Read(NamedTuple):
+    """One read, by whoever calls it; what can be done before it was.
+
+    Attributes:
+        target: contiguous uint8, to be filled from byte ``offset`` of the file on.
+    """
+
+    descriptor: int
+    offset: int
+    target: np.ndarray
+    path: Path
+    what: str
+
+    def __call__(self, done: int = 0) -> None:
+        """Read all of it, or what is left after ``done`` bytes. Raises OSError as ``Files.read``.
+
+        Between the system's calls hardly anything is done, since it holds Python's lock.
+        """
+        try:
+            while True:
+                view = memoryview(self.target)[done:] if done else self.target
+                count = os.preadv(self.descriptor, [view], self.offset + done)
+                done += count
+                if done == self.target.nbytes:
+                    return
+                if not count:
+                    raise ends_early(self.offset + done, self.target.nbytes - done)
+        except OSError as error:
+            raise named(self.path, self.what, error) from None
+
+
 class Files:
     """Files opened when they are first read, and kept open until this is closed or forgotten; any thread may read."""
 
@@ -49,6 +80,11 @@ class Files:
         self._buffered: set[Path] = set()  # of which it was said that they are not read directly
         self._lock = threading.Lock()
         self._finalizer = weakref.finalize(self, _close, self._open)
+
+    @property
+    def alignment(self) -> int:
+        """Of direct reads, in bytes."""
+        return 1 if self._direct is None else self._direct.alignment
 
     def note(self, paths: Iterable[Path]) -> None:
         """Remember files as they are now. Raises OSError, in one line, for one that is not there."""
@@ -70,20 +106,32 @@ class Files:
     def fill(self, path: Path, offset: int, target: np.ndarray, what: str) -> None:
         """``read`` without the look at whether the file is what it was: ``check`` must follow the last of its reads."""
         try:
-            direct = self._is_direct(path, offset, target)
-            descriptor = self._open.get((path, direct))
-            if descriptor is None:
-                descriptor = self._descriptor(path, direct)
+            read = self._read(path, offset, target, what)
         except OSError as error:
-            raise _named(path, what, error) from None
-        _fill(descriptor, offset, target, path, what)
+            raise named(path, what, error) from None
+        read()
 
     def piece(self, path: Path, offset: int, target: np.ndarray, what: str) -> Callable[[], None]:
         """``fill``, for any thread to call before this is closed; what can be done before is done now."""
-        descriptor = self._open.get((path, self._is_direct(path, offset, target)))
-        if descriptor is None:
-            return partial(self.fill, path, offset, target, what)
-        return partial(_fill, descriptor, offset, target, path, what)
+        try:
+            return self._read(path, offset, target, what)
+        except OSError:
+            return partial(self.fill, path, offset, target, what)  # which says why, unless it is open by then
+
+    def descriptors(self, path: Path, offset: int, target: np.ndarray) -> tuple[int, int]:
+        """Open a file for reads such as that of ``target`` from ``offset`` on: through the page cache, and directly.
+
+        -1 for a way that none of them takes. Raises OSError.
+        """
+        self._is_direct(path, offset, target)  # says why not
+        direct = through = -1
+        if self._direct is not None and path not in self._buffered:
+            direct = self._descriptor(path, True)
+            if path in self._buffered:
+                direct = -1
+        if direct < 0 or self._direct.alignment > 1:  # tails are not read directly
+            through = self._descriptor(path, False)
+        return through, direct
 
     def check(self, paths: Iterable[Path], what: str) -> None:
         """Raises OSError, in one line, for the first file that is not what it was when it was first seen."""
@@ -96,12 +144,19 @@ class Files:
                 if _identity(status) != self._seen.get(path):
                     raise OSError(_CHANGED)
             except OSError as error:
-                raise _named(path, what, error) from None
+                raise named(path, what, error) from None
 
     def close(self) -> None:
         """Close all; a later read opens again."""
         with self._lock:
             _close(self._open)
+
+    def _read(self, path: Path, offset: int, target: np.ndarray, what: str) -> Read:
+        direct = self._is_direct(path, offset, target)
+        descriptor = self._open.get((path, direct))
+        if descriptor is None:
+            descriptor = self._descriptor(path, direct)
+        return Read(descriptor, offset, target, path, what)
 
     def _is_direct(self, path: Path, offset: int, target: np.ndarray) -> bool:
         if self._direct is None or path in self._buffered:
@@ -144,21 +199,13 @@ class Files:
             return self._open[path, direct]
 
 
-def _fill(descriptor: int, offset: int, target: np.ndarray, path: Path, what: str) -> None:
-    """Fill ``target``; between the system's calls hardly anything is done, since it holds Python's lock."""
-    try:
-        done = os.preadv(descriptor, [target], offset)
-        while done < target.nbytes:
-            count = os.preadv(descriptor, [memoryview(target)[done:]], offset + done)
-            if not count:
-                end = offset + done
-                raise OSError(f"the file ends at byte {end}, {target.nbytes - done} bytes early")
-            done += count
-    except OSError as error:
-        raise _named(path, what, error) from None
+def ends_early(at: int, left: int) -> OSError:
+    """Of a file that ends at a byte, with so many still to be read."""
+    return OSError(f"the file ends at byte {at}, {left} bytes early")
 
 
-def _named(path: Path, what: str, error: OSError) -> OSError:
+def named(path: Path, what: str, error: OSError) -> OSError:
+    """In one line, that of a read that failed."""
     return OSError(f"{path}: {what} cannot be read ({error.strerror or error})")
 
 

@@ -7,7 +7,6 @@ its own record size; each expert's parts may lie anywhere. Knows no MLX and read
 
 from __future__ import annotations
 
-import bisect
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -136,17 +135,19 @@ class ExpertIndex:
         moved = [LayerIndex(*(part.shifted(len(self.files)) for part in layer.parts)) for layer in other.layers]
         return ExpertIndex((*self.files, *other.files), (*self.layers, *moved))
 
+    @cached_property
+    def tables(self) -> tuple[np.ndarray, ...]:
+        """What to read for each expert: of every layer int64 [E, parts, 4].
+
+        The four are a part's file number, its offset there, its length and its place in the record. A part that
+        follows the one before in file and record is counted with it; its own length is 0 then.
+        """
+        return tuple(_table(layer) for layer in self.layers)
+
     def reads(self, layer: int, expert: int) -> tuple[Part, ...]:
         """What to read for one expert: its parts and scales, in one read where they follow each other."""
-        out: list[Part] = []
-        for part, at in self.layers[layer].pieces:
-            file, offset = self.files[part.files[expert]], int(part.offsets[expert])
-            last = out[-1] if out else None
-            if last is not None and (last.file, last.offset + last.length, last.at + last.length) == (file, offset, at):
-                out[-1] = Part(file, last.offset, last.length + part.length, last.at)
-            else:
-                out.append(Part(file, offset, part.length, at))
-        return tuple(out)
+        parts = self.tables[layer][expert].tolist()
+        return tuple(Part(self.files[file], offset, length, at) for file, offset, length, at in parts if length)
 
 
 @dataclass(frozen=True)
@@ -175,9 +176,13 @@ class RowIndex:
         """That hold rows."""
         return (self.file,)
 
-    def place(self, row: int) -> tuple[Path, int]:
-        """The file of a row, and its first byte there."""
-        return self.file, self.offset + row * self.row_bytes
+    def places(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Of rows [n]: which of ``files`` each is in, and its first byte there; int64."""
+        return np.zeros(rows.shape, dtype=np.int64), self.offset + rows.astype(np.int64) * self.row_bytes
+
+    def row(self, file: int, at: int) -> int:
+        """Which row holds a byte of one of ``files``."""
+        return (at - self.offset) // self.row_bytes
 
 
 @dataclass(frozen=True)
@@ -231,10 +236,37 @@ class JoinedRows:
         """See RowIndex."""
         return self.parts[0].scale
 
-    def place(self, row: int) -> tuple[Path, int]:
+    def places(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """See RowIndex."""
-        part = bisect.bisect_right(self._starts, row) - 1
-        return self.parts[part].place(row - self._starts[part])
+        starts = np.array(self._starts)
+        part = np.searchsorted(starts, rows, side="right") - 1
+        offsets = np.array([one.offset for one in self.parts])
+        numbers = np.array([self.files.index(one.file) for one in self.parts])
+        return numbers[part], offsets[part] + (rows - starts[part]) * self.row_bytes
+
+    def row(self, file: int, at: int) -> int:
+        """See RowIndex."""
+        inside = (
+            start + part.row(0, at)
+            for start, part in zip(self._starts, self.parts, strict=True)
+            if part.file == self.files[file] and 0 <= part.row(0, at) < part.rows
+        )
+        return next(inside)
+
+
+def _table(layer: LayerIndex) -> np.ndarray:
+    """See ExpertIndex.tables."""
+    out = np.empty((layer.experts, len(layer.pieces), 4), dtype=np.int64)
+    for i, (part, at) in enumerate(layer.pieces):
+        out[:, i] = np.stack(np.broadcast_arrays(part.files, part.offsets, part.length, at), axis=-1)
+    experts, last = np.arange(layer.experts), np.zeros(layer.experts, dtype=np.intp)
+    for i in range(1, len(layer.pieces)):
+        file, offset, length, at = out[experts, last].T
+        follows = (out[:, i, (0, 1, 3)] == np.stack((file, offset + length, at + length), axis=-1)).all(axis=-1)
+        out[experts[follows], last[follows], 2] += out[follows, i, 2]
+        out[follows, i, 2] = 0
+        last = np.where(follows, last, i)
+    return out
 
 
 def _rounded(at: int) -> int:

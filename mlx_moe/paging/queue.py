@@ -34,6 +34,11 @@ MANY_JOBS = 256
 """With more than these on its list a queue forgets those that have ended."""
 
 
+def for_any(threads: int) -> int:
+    """How many of so many threads run any job; the others run demanded ones only, which so seldom wait for others."""
+    return threads - max(threads // 4, threads - SPECULATIVE_THREADS)
+
+
 class Cancelled(Exception):
     """The job was cancelled before all of its pieces had run."""
 
@@ -150,7 +155,7 @@ class _Threads:
         # Wake-ups, after which a thread takes pieces until there are none: other threads may be faster. False ends it.
         self._any: SimpleQueue[bool] = SimpleQueue()
         self._urgent: SimpleQueue[bool] = SimpleQueue()
-        self._reserved = max(count // 4, count - SPECULATIVE_THREADS)  # threads for demanded pieces alone
+        self._reserved = count - for_any(count)  # threads for demanded pieces alone
         self._threads: list[threading.Thread] = []  # that run; each enters itself
         self._jobs: list[Job] = []  # all that may not have ended
         self._count, self._name = count, name
@@ -256,9 +261,6 @@ class JobQueue:
     """Runs jobs with some threads, which start with the first job and end with ``stop`` or with the queue."""
 
     def __init__(self, threads: int, name: str = "jobs") -> None:
-        """A quarter of the threads, or all but ``SPECULATIVE_THREADS``, run demanded jobs only, so that one of those
-        seldom waits for another kind.
-        """
         self._count, self._name = threads, name
         self._now: list[_Threads] = []  # at most one that may run
         self._finalizer = weakref.finalize(self, _stop, self._now)

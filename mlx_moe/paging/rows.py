@@ -6,7 +6,6 @@ Rows are read by the threads that read experts, from ``prepare`` on, so that the
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -18,14 +17,13 @@ from custom_kernels.ggml_blocks import format_by_name
 from mlx_moe.config import ModelConfig
 from mlx_moe.models.layers import WINDOW
 from mlx_moe.paging.index import JoinedRows, RowIndex
+from mlx_moe.paging.native_reads import Parts
 from mlx_moe.paging.ngram import NgramHash
 from mlx_moe.paging.queue import Job
 from mlx_moe.paging.reader import ExpertReader
 
 CACHE_BYTES = 8 << 20
 """Rows that are kept, without their index."""
-MOST_PER_PIECE = 64
-"""Rows that one thread reads before it looks for something more urgent."""
 
 
 class RowCache:
@@ -98,6 +96,7 @@ class FileRows:
         if table.rows != self._hash.rows:
             raise ValueError(f"{table.file}: the n-gram table has {table.rows} rows; needed: {self._hash.rows}")
         reader.files.note(table.files)
+        self._files = reader.file_set(table.files)
 
     @property
     def kernels(self) -> frozenset[tuple[str, str]]:
@@ -144,13 +143,17 @@ class FileRows:
         needed, places = np.unique(ids, return_inverse=True)
         rows = np.empty((needed.size, self._table.row_bytes), dtype=np.uint8)
         absent = self._cache.take(needed, rows)
-        size = min(MOST_PER_PIECE, 1 + absent.size // 32)
-        parts = [absent[i : i + size] for i in range(0, absent.size, size)]
-        job = self._reader.queue.submit(partial(self._read, needed[part], rows, part) for part in parts)
+        parts = np.empty((absent.size, 4), dtype=np.int64)
+        parts[:, 0], parts[:, 1] = self._table.places(needed[absent])
+        parts[:, 2], parts[:, 3] = self._table.row_bytes, absent * self._table.row_bytes
+        files, table = self._reader.files, self._table
+        check = partial(files.check, table.files, "the n-gram table") if absent.size else None
+        target = rows.reshape(-1)
+        job = self._reader.submit(
+            Parts(self._files, parts, target, table.row_bytes, partial(_name, table)), check=check
+        )
         return _Reads(history, ids, needed, places.reshape(-1), rows, absent, job)
 
-    def _read(self, ids: Sequence[int], rows: np.ndarray, places: Sequence[int]) -> None:
-        """Read the rows ``ids`` [n] to ``rows[places]``."""
-        for row, place in zip(ids, places, strict=True):
-            file, offset = self._table.place(int(row))
-            self._reader.files.read(file, offset, rows[place], f"n-gram row {row}")
+
+def _name(table: RowIndex | JoinedRows, number: int, at: int) -> str:
+    return f"n-gram row {table.row(number, at)}"

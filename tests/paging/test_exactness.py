@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
+from disks import BY, read_by, slow
 from mlx_moe import load, stream_generate
 from mlx_moe.models.qwen4_exp import Model
-from paging.streamed import delayed
 
 PROMPTS = (
     "Once upon a time there was a small",
@@ -21,7 +20,6 @@ PROMPTS = (
     "It was raining when Tom opened the door and saw that the garden " * 4,
 )
 TOKENS = 64
-THREADS = (1, 2, 8)
 
 
 def texts(model: Model, tokenizer, prompts: tuple[str, ...] = PROMPTS, tokens: int = TOKENS) -> list[bytes]:
@@ -56,10 +54,12 @@ def resident_logits() -> np.ndarray:
 
 @pytest.mark.full
 @pytest.mark.parametrize("read_ahead", [True, False])
-@pytest.mark.parametrize("threads", THREADS)
+@pytest.mark.parametrize("threads", [1, 2, 8])
+@pytest.mark.parametrize("by", BY)
 @pytest.mark.parametrize("slots", [8, 12, 20, 40])
-def test_output_of_every_arena(resident, resident_logits, slots, threads, read_ahead):
+def test_output_of_every_arena(resident, resident_logits, monkeypatch, slots, by, threads, read_ahead):
     """Text and every bit of logits; also after resizes, down to what a token uses, up to all, and back."""
+    read_by(monkeypatch, by)
     model, tokenizer = load(dtype=mx.float32, expert_slots=slots, io_threads=threads, read_ahead=read_ahead)
     with model:
         assert texts(model, tokenizer) == resident
@@ -74,12 +74,14 @@ def test_output_of_every_arena(resident, resident_logits, slots, threads, read_a
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("by", BY)
 @pytest.mark.parametrize(("slots", "threads"), [(8, 8), (12, 2), (20, 1)])
-def test_output_under_slow_reads(resident, resident_logits, monkeypatch, slots, threads):
+def test_output_under_slow_reads(resident, resident_logits, monkeypatch, slots, threads, by):
     """0 to 20 ms more for each."""
+    read_by(monkeypatch, by)
     model, tokenizer = load(dtype=mx.float32, expert_slots=slots, io_threads=threads)
     with model:
-        monkeypatch.setattr(os, "preadv", delayed(0.02))
+        slow(monkeypatch, 0.02)
         assert texts(model, tokenizer, PROMPTS[1:3]) == resident[1:3]
         assert np.array_equal(logits(model, tokenizer), resident_logits)
 

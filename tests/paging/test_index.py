@@ -107,7 +107,9 @@ def test_rows_in_several_parts():
     table = JoinedRows(parts)
     assert (table.rows, table.width, table.row_bytes, table.format, table.scale) == (6, 8, 16, "BF16", None)
     places = [(A, 100), (A, 116), (A, 132), (B, 0), (A, 7), (A, 23)]
-    assert [table.place(row) for row in range(6)] == places
-    assert parts[0].place(2) == (A, 132)
+    files, offsets = table.places(np.arange(6))
+    assert [(table.files[i], at) for i, at in zip(files, offsets.tolist(), strict=True)] == places
+    assert [table.row(*place) for place in zip(files, (offsets + 15).tolist(), strict=True)] == list(range(6))
+    assert parts[0].places(np.array([2])) == (0, 132) and parts[0].row(0, 147) == 2
     with pytest.raises(ValueError, match="3 parts of 2 kinds"):
         JoinedRows((*parts[:2], replace(parts[2], scale=2.0)))

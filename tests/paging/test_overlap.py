@@ -17,6 +17,7 @@ import pytest
 from custom_kernels.moce_route import plain_route
 from mlx_moe.paging import experts as experts_module
 from mlx_moe.paging import pager as pager_module
+from mlx_moe.paging.files import Read
 from mlx_moe.paging.prompt import PromptReads
 from paging.scripted import Clock, Device, Disk, ScriptedQueue
 from paging.streamed import IDS, TOP_K, opened, write_model
@@ -132,7 +133,7 @@ class Pass:
 
 def _bytes_of(piece) -> int:
     """That a piece reads of an expert; rows of the n-gram table take no time."""
-    return sum(array.nbytes for array in piece.args if isinstance(array, np.ndarray) and array.ndim == 1)
+    return piece.target.nbytes if isinstance(piece, Read) and piece.what.startswith("expert") else 0
 
 
 def _prompt_reads(double: bool, *arguments) -> PromptReads:

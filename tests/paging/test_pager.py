@@ -17,6 +17,7 @@ import pytest
 from custom_kernels.dequant_gemv import Matrix, expert_dequantize
 from custom_kernels.ggml_blocks import format_by_name
 from custom_kernels.slots import NO_SLOT
+from disks import read_with
 from mlx_moe.paging.index import ExpertIndex, LayerIndex, PartIndex
 from mlx_moe.paging.pager import Pager
 from mlx_moe.paging.prompt import PromptReads
@@ -97,7 +98,7 @@ def test_a_word_stands_in_the_row_only_once_the_record_is_there(make, monkeypatc
     pager, gate, real = make(2), threading.Event(), os.preadv
     used(pager, 0, 0, 1)
     pager.begin(1, 1)
-    monkeypatch.setattr(os, "preadv", lambda *a: (gate.wait(10), real(*a))[1])
+    read_with(monkeypatch, lambda *a: (gate.wait(10), real(*a))[1])
     pager.use(0, np.array([[5, 1]]))
     pager.fetch(0, [5])
     row = np.array(pager.row(0))
@@ -139,11 +140,11 @@ def test_an_expert_that_cannot_be_read_takes_no_place(make, monkeypatch, index):
 
     def fail(descriptor, views, at):
         if at // RECORD == 7:
-            raise OSError(errno.EIO, "bad sector")
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
         return real(descriptor, views, at)
 
-    monkeypatch.setattr(os, "preadv", fail)
-    with pytest.raises(OSError, match=r"x: expert 7 of layer 0 cannot be read \(bad sector\)"):
+    read_with(monkeypatch, fail)
+    with pytest.raises(OSError, match=r"x: expert 7 of layer 0 cannot be read \(Input/output error\)"):
         used(pager, 0, 6, 7, 8)
     pager.abort()
     assert sorted(pager.present(0)) == [0, 1, 6, 8]
@@ -170,10 +171,10 @@ def test_random_use_with_interrupts_and_faults(make, monkeypatch, seed):
 
     def shaky(descriptor, views, at):
         if faults.random() < 0.02:
-            raise OSError(errno.EIO, "bad sector")
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
         return real(descriptor, views, at)
 
-    monkeypatch.setattr(os, "preadv", shaky)
+    read_with(monkeypatch, shaky)
     failed = 0
     for _ in range(90):
         try:
@@ -277,7 +278,7 @@ def test_threads_read_while_the_device_computes(make, monkeypatch, run, slots, s
     def found(overlap: bool) -> tuple[float, float, float]:
         """Seconds: computing and waits for reads; the larger sum; the first two reads."""
         slept, pager = Slept(), make(slots, threads=1)
-        monkeypatch.setattr(os, "preadv", lambda *a: (slept.sleep(READ_S / 2, slept.disk), real(*a))[1])
+        read_with(monkeypatch, lambda *a: (slept.sleep(READ_S / 2, slept.disk), real(*a))[1])
         run(pager, overlap, lambda: slept.sleep(share * READ_S, slept.device))
         assert (len(slept.disk), len(slept.device)) == (2 * steps, steps)
         waits = pager.statistics().demanded_wait_ms / 1e3

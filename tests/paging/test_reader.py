@@ -10,16 +10,17 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from disks import read_with
 from mlx_moe.paging import reader as module
 from mlx_moe.paging.index import ExpertIndex, LayerIndex, PartIndex
 from mlx_moe.paging.reader import MOST_BYTES, PIECE_BYTES, Direct, ExpertReader, Files, Fill
 from mlx_moe.platform import DIRECT_ALIGNMENT, open_direct
+from paging.streamed import readers
 
 EXPERTS, LENGTHS = 6, (48, 48, 20)
 
@@ -67,7 +68,7 @@ def test_every_record(index, threads):
 def test_short_reads_go_on(index, monkeypatch):
     """One byte, then what is asked for less one, in any mixture."""
     real, sizes = os.preadv, iter([1, 1000, 3, 2] * 100)
-    monkeypatch.setattr(os, "preadv", lambda fd, views, at: real(fd, [views[0][: next(sizes)]], at))
+    read_with(monkeypatch, lambda fd, views, at: real(fd, [views[0][: next(sizes)]], at))
     target = np.zeros(index.layers[1].record_bytes, np.uint8)
     ExpertReader(index).read(1, 4, target)
     assert np.array_equal(target, expected(index, 1, 4))
@@ -93,7 +94,7 @@ def test_a_disk_that_fails(index, tmp_path, monkeypatch, code):
     def fail(*_):
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(os, "preadv", fail)
+    read_with(monkeypatch, fail)
     with pytest.raises(OSError) as caught:
         list(ExpertReader(index).fill(fills(index)))
     assert re.fullmatch(
@@ -114,19 +115,19 @@ def test_after_an_error_no_thread_goes_on(index, monkeypatch):
     def third_fails(fd, views, at):
         done.append(at)
         if len(done) > 3:
-            raise OSError(errno.EIO, "bad sector")
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
         return real(fd, views, at)
 
-    monkeypatch.setattr(os, "preadv", third_fails)
-    with pytest.raises(OSError, match="bad sector"):
+    read_with(monkeypatch, third_fails)
+    with pytest.raises(OSError, match="Input/output error"):
         list(ExpertReader(index, threads=2).fill(jobs))
-    assert len(done) < 20 and not [t for t in threading.enumerate() if t.name.startswith("experts")]
+    assert len(done) < 20 and not readers()
 
 
 def test_stopping_early_ends_the_threads(index):
     for _ in ExpertReader(index, threads=2).fill(fills(index) * 50):
         break
-    assert not [t for t in threading.enumerate() if t.name.startswith("experts")]
+    assert not readers()
 
 
 def _descriptors() -> int:
@@ -256,7 +257,7 @@ def test_large_records_are_read_in_pieces(tmp_path, monkeypatch, threads, beside
     part = PartIndex.strided("X", (2, 3), length, 0, 4, 16, 1)
     index = ExpertIndex((tmp_path / "x",), (LayerIndex(part, part, part),))
     sizes, real = [], os.preadv
-    monkeypatch.setattr(os, "preadv", lambda fd, views, at: sizes.append(len(views[0])) or real(fd, views, at))
+    read_with(monkeypatch, lambda fd, views, at: sizes.append(len(views[0])) or real(fd, views, at))
     target = np.zeros(index.layers[0].record_bytes, np.uint8)
     reader = ExpertReader(index, threads)
     reader.start(Fill(0, 0, target), beside=beside).wait()

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from checkpoints import random_weights, write
+from disks import read_with, slow
 from mlx_moe import MoceConfig, load_model
 from mlx_moe.generation import generate_tokens
 from mlx_moe.models.qwen4_exp import Model
@@ -24,7 +25,7 @@ from mlx_moe.paging.replay_bound import bound, furthest_first
 from mlx_moe.paging.statistics import ExpertStats
 from mlx_moe.paging.synthetic import synthetic_trace
 from mlx_moe.paging.trace import Pass, Trace, read_trace
-from paging.streamed import EXPERTS, IDS, TOP_K, delayed, greedy, opened, write_model
+from paging.streamed import EXPERTS, IDS, TOP_K, greedy, opened, write_model
 from tiny_tokenizer import short_config
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -104,7 +105,7 @@ def test_the_tiny_model_agrees(path, tmp_path, monkeypatch, slots, moce, read_ah
     options = {"moce": moce, "read_ahead": read_ahead, "io_threads": threads, "record_routing": file}
     model = opened(path, slots, **options)
     if delay_s:
-        monkeypatch.setattr(os, "preadv", delayed(delay_s))
+        slow(monkeypatch, delay_s)
     compared(model, file, lambda model: run(model, np.tile(IDS, 3), batch))
 
 
@@ -161,10 +162,10 @@ def test_a_resize_and_an_interruption_are_followed(path, tmp_path, monkeypatch):
     def fails(*arguments):
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(os, "preadv", fails)
+    read_with(monkeypatch, fails)
     with pytest.raises(OSError, match="Input/output"):
         run(model, np.roll(IDS, 7), pieces=(20,))
-    monkeypatch.setattr(os, "preadv", real)
+    read_with(monkeypatch, real)
     before = model.experts_stats
     run(model, IDS, pieces=(1, 8, 1))
     stats = model.experts_stats.since(before)

@@ -20,9 +20,10 @@ import mlx.core as mx
 import pytest
 
 from checkpoints import tokens
+from disks import read_by, slow
 from mlx_moe.generation import generate_tokens
 from mlx_moe.models.qwen4_exp import Model
-from paging.streamed import EXPERTS, TOP_K, delayed, greedy, opened, readers, write_model
+from paging.streamed import EXPERTS, TOP_K, greedy, opened, readers, write_model
 
 TOKENS = 8
 LENGTHS = (1, 3, 7, 9, 20, 40, 61, 130)
@@ -42,11 +43,11 @@ class Life:
     """One model, used at random; every text is compared with that of the model that has all experts in memory."""
 
     def __init__(self, path: Path, seed: int) -> None:
-        self.rng, self.counts = random.Random(seed), Counter()
+        self.rng, self.counts, self.path = random.Random(seed), Counter(), path
         self.prompts = [tokens(length, seed=length) for length in LENGTHS]
         with opened(path) as whole:
             self.texts = [greedy(whole, TOKENS, prompt) for prompt in self.prompts]
-        self.model: Model = opened(path, 10, io_threads=self.rng.choice((1, 2, 8)), usage=True)
+        self.model = self._opened()
 
     def act(self) -> None:
         action = self.rng.choices((self.text, self.cancelled, self.interrupted, self.resized), (5, 2, 3, 2))[0]
@@ -78,9 +79,19 @@ class Life:
         self.text()
 
     def resized(self) -> None:
+        """Now and then of a model that was loaded again."""
+        if self.rng.random() < 0.3:
+            self.model.close()
+            self.model = self._opened()
         slots = self.rng.choice((TOP_K, 6, 10, 13, 20, 31, EXPERTS))
         self.model.resize_experts(slots)
         assert self.model.experts_stats.slots == slots
+
+    def _opened(self) -> Model:
+        """Read by the library's threads or by Python's."""
+        with pytest.MonkeyPatch.context() as patch:
+            read_by(patch, self.rng.choice(("library", "python")))
+            return opened(self.path, 10, io_threads=self.rng.choice((1, 2, 8)), usage=True)
 
 
 @contextlib.contextmanager
@@ -127,7 +138,7 @@ def _live(path: Path, seconds: float, monkeypatch) -> None:
     files, threads, seed = _descriptors(), threading.active_count(), random.randrange(1 << 30)
     print("seed", seed)
     life = Life(path, seed)
-    monkeypatch.setattr(os, "preadv", delayed(0.002, seed))
+    slow(monkeypatch, 0.002, seed)
     end, start = time.monotonic() + seconds, None
     while time.monotonic() < end:
         life.act()

@@ -16,6 +16,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from disks import BY, read_by, read_with, slow
 from mlx_moe import load, load_model, stream_generate, streaming
 from mlx_moe.cli import main
 from mlx_moe.generation import generate_tokens
@@ -30,7 +31,6 @@ from paging.streamed import (
     TOP_K,
     bits,
     ceiling,
-    delayed,
     descriptors,
     greedy,
     logits,
@@ -71,11 +71,13 @@ def test_output_does_not_depend_on_the_arena(path, resident, slots):
 
 
 @pytest.mark.sample(1)
+@pytest.mark.parametrize("by", BY)
 @pytest.mark.parametrize(("threads", "read_ahead"), [(1, True), (2, True), (8, False)])
-def test_output_does_not_depend_on_the_disk(path, resident, monkeypatch, threads, read_ahead):
+def test_output_does_not_depend_on_the_disk(path, resident, monkeypatch, threads, read_ahead, by):
     """Reads that take 0 to 5 ms each; nor on threads and read-ahead."""
+    read_by(monkeypatch, by)
     with opened(path, 12, io_threads=threads, read_ahead=read_ahead) as model:
-        monkeypatch.setattr(os, "preadv", delayed(0.002 if threads == 1 else 0.005))
+        slow(monkeypatch, 0.002 if threads == 1 else 0.005)
         assert same(model, resident)
         assert (model.experts_stats.ahead_useful > 0) == read_ahead
 
@@ -84,9 +86,11 @@ def test_output_does_not_depend_on_the_disk(path, resident, monkeypatch, threads
 @pytest.mark.parametrize("threads", [1, 2, 8])
 @pytest.mark.parametrize("read_ahead", [True, False])
 @pytest.mark.parametrize("slots", SLOTS)
-def test_output_under_long_delays(path, resident, monkeypatch, slots, threads, read_ahead):
+@pytest.mark.parametrize("by", BY)
+def test_output_under_long_delays(path, resident, monkeypatch, by, slots, threads, read_ahead):
+    read_by(monkeypatch, by)
     with opened(path, slots, io_threads=threads, read_ahead=read_ahead) as model:
-        monkeypatch.setattr(os, "preadv", delayed(0.02))
+        slow(monkeypatch, 0.02)
         assert same(model, resident)
 
 
@@ -121,9 +125,11 @@ def whole_files(oracle):
 @pytest.mark.parametrize("threads", [1, 2, 8])
 @pytest.mark.parametrize("read_ahead", [True, False])
 @pytest.mark.parametrize("slots", [8, 12, 20])
+@pytest.mark.parametrize("by", BY)
 @pytest.mark.parametrize("name", ["IQ2_XS-IQ4_NL-Q8_0", "IQ2_S-Q2_0-Q6_K"])
-def test_texts_of_files_of_llama_cpp(oracle, whole_files, monkeypatch, name, slots, threads, read_ahead):
+def test_texts_of_files_of_llama_cpp(oracle, whole_files, monkeypatch, name, slots, by, threads, read_ahead):
     """Also while reads take 0 to 20 ms more, and after resizes; 16 experts per layer, so 20 slots hold all."""
+    read_by(monkeypatch, by)
     want, texts = whole_files(name)
     file = oracle / f"{name}.gguf"
     with load_model(file, mx.float32, expert_slots=slots, io_threads=threads, read_ahead=read_ahead)[0] as model:
@@ -133,16 +139,17 @@ def test_texts_of_files_of_llama_cpp(oracle, whole_files, monkeypatch, name, slo
         for other in (6, 16, slots):
             model.resize_experts(other)
             assert np.array_equal(logits(model), want) and greedy(model, 16, PROMPTS[0]) == texts[0][:16]
-        monkeypatch.setattr(os, "preadv", delayed(0.02))
+        slow(monkeypatch, 0.02)
         assert np.array_equal(logits(model), want) and greedy(model, 16, PROMPTS[1]) == texts[1][:16]
 
 
 def test_residency_follows_from_the_tokens(path, monkeypatch):
     """Counters of slow and fast disks, and of one and eight threads, agree: nothing depends on when a read ends."""
     found = []
-    for threads, delay in ((8, 0.0), (1, 0.003), (8, 0.004)):
+    for threads, delay, by in ((8, 0.0, "library"), (1, 0.003, "python"), (8, 0.004, "library")):
+        read_by(monkeypatch, by)
         with opened(path, 10, io_threads=threads) as model:
-            monkeypatch.setattr(os, "preadv", delayed(delay, threads))
+            slow(monkeypatch, delay, threads)
             logits(model)
             found.append((model.experts_stats.as_dict(), [model._experts._pager.present(i) for i in range(LAYERS)]))
             monkeypatch.undo()
@@ -319,7 +326,7 @@ def test_a_prompt_leaves_no_unpacked_experts_in_memory(path):
 def test_nothing_is_read_twice(path, monkeypatch):
     with opened(path, 12) as model:
         seen, real = [], os.preadv
-        monkeypatch.setattr(os, "preadv", lambda fd, views, at: seen.append(at) or real(fd, views, at))
+        read_with(monkeypatch, lambda fd, views, at: seen.append(at) or real(fd, views, at))
         mx.eval(model.streams(mx.array(IDS[None])))
         assert len(seen) == len(set(seen)) > 3 * TOP_K
 
@@ -382,7 +389,7 @@ def test_faults_that_go_away(copied, resident, monkeypatch, kind):
             model._experts.reader.close()
             monkeypatch.setattr(os, "open", no_descriptors)
         else:
-            monkeypatch.setattr(os, "preadv", read)
+            read_with(monkeypatch, read)
         said = {"end": "the file ends at byte", "EMFILE": "Too many open files"}.get(kind, "Input/output error")
         fails(model, rf"m\.gguf: (expert \d+ of layer \d|n-gram row \d+) cannot be read \({said}", cache)
         monkeypatch.undo()
@@ -395,8 +402,8 @@ def test_a_failed_read_ahead_costs_a_counter(path, resident, monkeypatch):
         real = os.preadv
 
         def read(descriptor, views, at):
-            if threading.current_thread().name.startswith("experts") and speculative.pop(at, None):
-                raise OSError(errno.EIO, "bad sector")
+            if threading.current_thread() is not threading.main_thread() and speculative.pop(at, None):
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
             return real(descriptor, views, at)
 
         speculative: dict[int, bool] = {}
@@ -408,7 +415,7 @@ def test_a_failed_read_ahead_costs_a_counter(path, resident, monkeypatch):
             return start(fill, demanded, beside, together)
 
         monkeypatch.setattr(reader, "start", started)
-        monkeypatch.setattr(os, "preadv", read)
+        read_with(monkeypatch, read)
         assert same(model, resident) and model.experts_stats.ahead_failed > 5
 
 

@@ -11,13 +11,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from disks import slow
 from mlx_moe import MoceConfig, load_model
 from mlx_moe.cli.usage import main as usage_verb
 from mlx_moe.cli.usage import store_of
 from mlx_moe.paging import learning, token_memory
 from mlx_moe.paging.token_memory import DOUBT, LIKELY, ROWS, TokenMemory, width_of
 from mlx_moe.paging.usage_file import most_bytes
-from paging.streamed import EXPERTS, IDS, LAYERS, TOP_K, delayed, greedy, logits, write_model
+from paging.streamed import EXPERTS, IDS, LAYERS, TOP_K, greedy, logits, write_model
 
 MARK = "0123456789abcdef" * 2
 
@@ -192,7 +193,7 @@ def test_logits_and_text_are_the_same(learned, monkeypatch, slots, threads):
     """Under random read times, after resizes too."""
     with load_model(learned, mx.float32, resident=True)[0] as model:
         want, text = logits(model), greedy(model)
-    monkeypatch.setattr(os, "preadv", delayed(0.001, seed=slots))
+    slow(monkeypatch, 0.001, seed=slots)
     with opened(learned, slots, io_threads=threads) as model:
         for size in (slots, 6 if slots > 6 else 20):
             model.resize_experts(size)
@@ -222,9 +223,9 @@ def test_residents_and_counters_follow_from_files_and_tokens(learned, tmp_path, 
                 file.write_bytes(data)
             with (
                 opened(learned, io_threads=threads, moce=moce, seed_residency="usage") as model,
-                monkeypatch.context() as slow,
+                monkeypatch.context() as patch,
             ):
-                slow.setattr(os, "preadv", delayed(delay_s, seed=threads))
+                slow(patch, delay_s, seed=threads)
                 out, text = logits(model, (12, 1, 4, 1)), greedy(model, 3)
                 stats = {k: v for k, v in model.experts_stats.as_dict().items() if not k.endswith("_ms")}
                 present = [model._experts._pager.present(i) for i in range(LAYERS)]
