@@ -15,6 +15,7 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
 
 ZIG = "ziglang>=0.15.2,<0.18"
 _TARGETS = {"darwin": "{}-macos.14.0", "linux": "{}-linux-gnu.2.17"}
@@ -52,7 +53,7 @@ class BuildLibrary(build_ext):
         try:
             subprocess.run(command, check=True)
         except (OSError, subprocess.CalledProcessError) as error:
-            raise OSError(f"the reader's library cannot be built: {error}") from None
+            raise CompileError(f"the reader's library cannot be built: {error}") from None
         new.replace(out)
 
 

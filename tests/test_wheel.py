@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-SKIP = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__", "tests")
+SKIP = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "*.so", "__pycache__", "tests")
 
 
 @pytest.fixture(scope="module")
@@ -19,8 +19,13 @@ def installed(tmp_path_factory) -> Path:
     """A folder with nothing but the installed wheel."""
     work = tmp_path_factory.mktemp("wheel")
     shutil.copytree(ROOT, work / "source", ignore=SKIP)
+    return _install(work)
+
+
+def _install(work: Path) -> Path:
+    """Build a wheel of ``source``, install it beside."""
     _run(["-m", "build", "--wheel", "--no-isolation", "--outdir", str(work / "dist"), str(work / "source")])
-    (wheel,) = (work / "dist").glob("mlx_moe_stream-*.whl")
+    (wheel,) = (work / "dist").glob("mlx_moe_stream-*-py3-none-*.whl")
     target = work / "installed"
     _run(["-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", str(target), str(wheel)])
     return target
@@ -40,8 +45,32 @@ def test_the_wheel_holds_both_packages_and_the_demonstration_model(installed):
     assert not any((installed / name).exists() for name in ("tests", "scripts"))
 
 
+READS = "from mlx_moe.paging.native_reads import library; print(library() is not None)"
+
+
+def test_the_wheel_reads_by_its_library(installed, tmp_path):
+    assert (installed / "mlx_moe" / "paging" / "_reads.so").exists()
+    assert _run(["-c", READS], cwd=tmp_path, env=_environment(installed)).stdout == "True\n"
+
+
+@pytest.mark.full
+def test_a_library_that_cannot_be_built_is_no_error(tmp_path):
+    """Then Python's threads read; texts are the same, as tests/paging shows."""
+    shutil.copytree(ROOT, tmp_path / "source", ignore=SKIP)
+    (tmp_path / "source" / "mlx_moe" / "paging" / "reads.c").write_text("no C")
+    target = _install(tmp_path)
+    assert not (target / "mlx_moe" / "paging" / "_reads.so").exists()
+    assert _run(["-c", READS], cwd=tmp_path, env=_environment(target)).stdout == "False\n"
+    command = ["generate", "--prompt", "def main():", "--max-tokens", "8", "--temp", "0", "--expert-slots", "12"]
+    assert "Generation: 8 tokens" in _run(["-m", "mlx_moe", *command], cwd=tmp_path, env=_environment(target)).stdout
+
+
+def _environment(installed: Path) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(installed), "HF_HUB_OFFLINE": "1"}
+
+
 def test_the_wheel_runs_elsewhere(installed, tmp_path):
-    environment = {**os.environ, "PYTHONPATH": str(installed), "HF_HUB_OFFLINE": "1"}
+    environment = _environment(installed)
     where = _run(["-c", "import mlx_moe; print(mlx_moe.__file__)"], cwd=tmp_path, env=environment)
     assert where.stdout.startswith(str(installed)), "another copy was imported"
     command = ["-m", "mlx_moe", "generate", "--prompt", "def read_lines(path):", "--max-tokens", "8", "--temp", "0"]

@@ -26,6 +26,13 @@ REMEDY = (
 _HEADS = f"{'error':>10}{'µs':>8}"  # over the error and time of one kernel
 
 
+READERS = {
+    "library": "the package's own threads",
+    "python": "Python's threads, slower: its library was not built; install the package again",
+}
+"""Whose threads read experts."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, check, print; the exit status is 1 where a kernel failed."""
     out = options.plain_parser("doctor", "Check every kernel against its reference on this machine.")
@@ -53,6 +60,7 @@ def _machine() -> dict[str, Any]:
     import mlx.core as mx
 
     from mlx_moe import __version__, platform
+    from mlx_moe.paging.native_reads import library
 
     return {
         "mlx-moe": __version__,
@@ -62,6 +70,7 @@ def _machine() -> dict[str, Any]:
         "system": platform.system(),
         "device": platform.device(),
         "wait_us": platform.wait_us(),
+        "reads": "python" if library() is None else "library",
     }
 
 
@@ -75,6 +84,7 @@ def _header(machine: dict[str, Any]) -> list[str]:
         f"memory    {device.memory_bytes / 2**30:.1f} GiB" + (f", {most / 2**30:.1f} for the GPU" if most else ""),
         f"system    {machine['system']}",
         f"one wait  {machine['wait_us']:.1f} µs (48 in a row, each after one tiny op)",
+        f"reads     by {READERS[machine['reads']]}",
         "",
     ]
 

@@ -102,12 +102,15 @@ class _Threads:
         self.stopping = True
         if self.pointer and self.functions.inside(self.pointer):  # a finalizer may run in any thread that runs Python
             _left.append(self)
+            self.functions.stop(self.pointer, 0)
             return
         while self.pointer and not self.functions.stop(self.pointer, SLICE_MS):
             pass
         if self.pointer:
             self.functions.close(ctypes.addressof(self.pointer))
-        self.jobs.clear()
+        while self.jobs:
+            assert self.jobs[0].ended
+            self.jobs.popleft()
 
 
 _left: list[_Threads] = []
@@ -227,10 +230,6 @@ class NativeJob:
             self._error = self._named(number, at, error)
         self._functions.free(ctypes.addressof(self.pointer))
         self._parts = None
-
-    def __del__(self) -> None:
-        if self.pointer:  # its queue knows it until it has ended
-            self._functions.free(ctypes.addressof(self.pointer))
 
 
 def _address(array: np.ndarray) -> int:

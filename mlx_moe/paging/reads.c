@@ -151,8 +151,6 @@ static void* work(void* argument) {
       if (error) fail(j, error, p, done);
     }
     all->running_speculative -= speculative;
-    /* This thread may take a demanded piece next, and another one the speculative one that had to wait. */
-    if (speculative && all->demanded.first && all->speculative.first && all->idle) pthread_cond_signal(&all->work);
     close_piece(all, j);
   }
   --all->alive;

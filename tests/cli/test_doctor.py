@@ -13,6 +13,7 @@ import mlx_moe
 from custom_kernels import checks, dispatch
 from mlx_moe import verdicts
 from mlx_moe.cli import doctor, main, options
+from mlx_moe.paging import native_reads
 from simulated import WRONG_BASE, change_kernel
 
 FEW = [("gdn_step", ""), ("gdn_commit", ""), ("moce_route", ""), ("block_gemv", "Q8_0"), ("expert_down", "Q8_0")]
@@ -51,7 +52,14 @@ def test_without_a_gpu(no_gpu, capsys):
     for word in (f"mlx-moe {mlx_moe.__version__}", f"mlx {mx.__version__}", "mlx-lm ", "Python 3.", "GiB"):
         assert word in words, word
     assert re.search(r"^one wait +\d+\.\d µs", out, re.MULTILINE)
+    assert re.search(r"^reads +by the package's own threads$", out, re.MULTILINE) or native_reads.library() is None
     assert not re.search(r"FAILED|metal|cuda", out)
+
+
+def test_reads_by_pythons_threads_are_said(no_gpu, monkeypatch, capsys):
+    monkeypatch.setattr(native_reads, "library", lambda: None)
+    assert main(["doctor"]) == 0
+    assert re.search(r"^reads +by Python's threads, slower: .*; install the", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_columns_line_up_within_80(no_gpu, capsys):
