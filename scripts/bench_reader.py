@@ -6,7 +6,8 @@ MODEL is a GGUF file, a folder of one model's shards, or a pack. The same random
 by the C program (pread of whole parts, built with ziglang) and by the package's reader, both as a layer's misses are:
 ten records at a time, waited for together. ``--busy`` lets the main thread build graphs beside both. Files are in the
 page cache after the first round, which is not counted; with ``--cold`` their pages are given up before every reading
-(Linux), so that records come from the disk.
+(Linux), so that records come from the disk. Both write to all of their memory right before their clocks start; after a
+pause processors are slow for a moment.
 """
 
 from __future__ import annotations
@@ -125,6 +126,8 @@ def c_seconds(program: Path, index: ExpertIndex, chosen: list[tuple[int, int]], 
 
 def our_seconds(reader: ExpertReader, fills: list[Fill], busy: bool) -> float:
     """The package's reader, ten misses at a time."""
+    for fill in fills:
+        fill.target.fill(1)
     started = time.perf_counter()
     for i in range(0, len(fills), AT_ONCE):
         some = fills[i : i + AT_ONCE]

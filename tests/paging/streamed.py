@@ -22,6 +22,8 @@ from tiny_tokenizer import gguf_keys
 EXPERTS, TOP_K = 40, 4
 IDS = tokens(40)
 LAYERS = 4
+PF_EXITING = 4
+"""Linux's flag of a thread that has ended, may be joined, and is still listed for a moment."""
 
 
 def write_model(path: Path, mtp: bool = False, tokenizer: bool = False, layers: int = LAYERS) -> Path:
@@ -76,9 +78,11 @@ def readers() -> list[str]:
     names = []
     for task in tasks.iterdir():
         try:
-            names.append((task / "comm").read_text().strip())
+            name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")
         except OSError:
             continue  # it ended meanwhile
+        if not int(rest.split()[6]) & PF_EXITING:
+            names.append(name)
     names += [thread.name for thread in threading.enumerate()]
     return [name for name in names if name.startswith("experts")]
 

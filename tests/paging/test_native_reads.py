@@ -297,7 +297,7 @@ def test_a_queue_that_one_of_its_threads_forgets(path, monkeypatch):
 
     def read(descriptor, views, at):
         disk = box.pop()
-        assert len(readers()) == 4
+        assert soon(lambda: len(readers()) == 4)
         del disk  # the last that knows it
         count = real(descriptor, views, at)
         ended.set()
