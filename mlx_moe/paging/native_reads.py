@@ -108,8 +108,11 @@ class _Threads:
             pass
         if self.pointer:
             self.functions.close(ctypes.addressof(self.pointer))
-        while self.jobs:
-            assert self.jobs[0].ended
+        self.forget_ended()
+
+    def forget_ended(self) -> None:
+        """Jobs that nobody need know any more; the oldest, up to one that runs."""
+        while self.jobs and self.jobs[0].ended:
             self.jobs.popleft()
 
 
@@ -257,8 +260,7 @@ class NativeQueue:
     ) -> NativeJob:
         """See JobQueue."""
         threads = self._running()
-        while threads.jobs and threads.jobs[0].ended:
-            threads.jobs.popleft()
+        threads.forget_ended()
         job = NativeJob(threads, parts, check)
         threads.jobs.append(job)
         job.begin(demanded or together is not None, together is None)

@@ -24,13 +24,11 @@ from mlx_moe.paging.waits import Waits
 __all__ = ["MOST_BYTES", "PIECE_BYTES", "THREADS", "Direct", "ExpertReader", "Files", "Fill", "can_be_direct"]
 
 THREADS = 12
-"""More than the eight reads that keep an SSD busy, since some threads always wait for their turn at Python."""
+"""More than the eight reads that keep an SSD busy, since some of Python's threads always wait for their turn."""
 PIECE_BYTES = 512 << 10
 """Reads are not split below this, a multiple of every alignment that direct reads need."""
 MOST_BYTES = 2 * PIECE_BYTES
 """Of one read by a thread, so that what is read is copied while more is read."""
-
-
 MANY_PIECES, MOST_PIECES = 32, 64
 """Of jobs of many small reads Python's threads run several in a row, but not too many before something more urgent."""
 

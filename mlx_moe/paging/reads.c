@@ -47,6 +47,7 @@ typedef struct {
   pthread_cond_t work, over;
   list demanded, speculative;
   int idle, alive, waiters, stopping, most_speculative, running_speculative, started;
+  int unannounced; /* pieces that were queued without waking anybody */
   pthread_t threads[];
 } pool;
 
@@ -236,14 +237,18 @@ int reads_add(pool* all, const files* f, const part* parts, int count, char* tar
   *made = j;
   pthread_mutex_lock(&all->lock);
   for (int i = 0; i < pieces; ++i) append(demanded ? &all->demanded : &all->speculative, &j->pieces[i]);
-  if (wake) signal_idle(all, pieces);
+  if (wake)
+    signal_idle(all, pieces);
+  else
+    all->unannounced += pieces;
   pthread_mutex_unlock(&all->lock);
   return 0;
 }
 
 void reads_wake(pool* all) {
   pthread_mutex_lock(&all->lock);
-  pthread_cond_broadcast(&all->work);
+  signal_idle(all, all->unannounced);
+  all->unannounced = 0;
   pthread_mutex_unlock(&all->lock);
 }
 

@@ -437,6 +437,7 @@ def test_no_library_is_said_and_python_reads(tmp_path, monkeypatch, caplog):
     assert "Python's threads read, since the package was installed without its reader" in caplog.text
 
 
+@pytest.mark.full
 def test_a_library_of_another_version_is_not_used(tmp_path):
     """As after an update of a checkout that was not installed again."""
     text = SOURCE.read_text()
@@ -450,6 +451,7 @@ def test_a_library_of_another_version_is_not_used(tmp_path):
         Library(tmp_path / "none.so")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("target", ["aarch64-macos.14.0", "aarch64-linux-gnu.2.17"])
 def test_the_source_compiles_elsewhere(tmp_path, target):
     """It is run on this machine only."""
