@@ -51,20 +51,18 @@ class Read(NamedTuple):
     path: Path
     what: str
 
-    def __call__(self, done: int = 0) -> None:
-        """Read all of it, or what is left after ``done`` bytes. Raises OSError as ``Files.read``.
+    def __call__(self) -> None:
+        """Read all of it. Raises OSError as ``Files.read``.
 
         Between the system's calls hardly anything is done, since it holds Python's lock.
         """
         try:
-            while True:
-                view = memoryview(self.target)[done:] if done else self.target
-                count = os.preadv(self.descriptor, [view], self.offset + done)
-                done += count
-                if done == self.target.nbytes:
-                    return
+            done = os.preadv(self.descriptor, [self.target], self.offset)
+            while done < self.target.nbytes:
+                count = os.preadv(self.descriptor, [memoryview(self.target)[done:]], self.offset + done)
                 if not count:
                     raise ends_early(self.offset + done, self.target.nbytes - done)
+                done += count
         except OSError as error:
             raise named(self.path, self.what, error) from None
 
