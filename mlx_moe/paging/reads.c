@@ -33,8 +33,8 @@ typedef struct piece {
 } piece;
 
 struct job {
-  int open;             /* pieces that have not ended; nothing of a job is written after this has become 0 */
-  int error;            /* 0, an errno, ECANCELED, or ENDS_EARLY */
+  int open;               /* pieces that have not ended; nothing of a job is written after this has become 0 */
+  int error;              /* 0, an errno, ECANCELED, or ENDS_EARLY */
   int64_t file, at, left; /* where that was: the file's number, its byte, how many were still to be read */
   piece pieces[];
 };
