@@ -6,8 +6,8 @@ MODEL is a GGUF file, a folder of one model's shards, or a pack. The same random
 by the C program (pread of whole parts, built with ziglang) and by the package's reader, both as a layer's misses are:
 ten records at a time, waited for together. ``--busy`` lets the main thread build graphs beside both. Files are in the
 page cache after the first round, which is not counted; with ``--cold`` their pages are given up before every reading
-(Linux), so that records come from the disk. Both write to all of their memory right before their clocks start; after a
-pause processors are slow for a moment.
+(Linux), so that records come from the disk. Nobody sleeps between readings, and both write to all of their memory right
+before their clocks start: processors that slept are slow for a while.
 """
 
 from __future__ import annotations
@@ -143,7 +143,9 @@ def our_seconds(reader: ExpertReader, fills: list[Fill], busy: bool) -> float:
 
 def forget(index: ExpertIndex) -> None:
     """Have the system drop the files' pages, once it has read what it meant to read ahead in the reading before."""
-    time.sleep(REST_S)
+    end = time.perf_counter() + REST_S
+    while time.perf_counter() < end:  # a processor that slept is slow for as long as a reading takes
+        pass
     for path in index.files:
         descriptor = os.open(path, os.O_RDONLY)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
