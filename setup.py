@@ -49,10 +49,10 @@ class BuildLibrary(build_ext):
         out.parent.mkdir(parents=True, exist_ok=True)
         # Beside the old one first: a process may have that in use.
         new = out.with_suffix(".new")
-        command = [*_compiler(), "-O2", "-std=c11", "-shared", "-fPIC", "-o", str(new), *ext.sources, "-lpthread"]
+        flags = ["-O2", "-std=c11", "-shared", "-fPIC", "-o", str(new), *ext.sources, "-lpthread"]
         try:
-            subprocess.run(command, check=True)
-        except (OSError, subprocess.CalledProcessError) as error:
+            subprocess.run([*_compiler(), *flags], check=True)
+        except (OSError, KeyError, subprocess.CalledProcessError) as error:
             raise CompileError(f"the reader's library cannot be built: {error}") from None
         new.replace(out)
 
