@@ -15,16 +15,16 @@ import errno
 import functools
 import logging
 import os
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from mlx_moe.paging.files import Files, ends_early, named
-from mlx_moe.paging.queue import Cancelled, Piece, for_any
+from mlx_moe.paging.queue import Cancelled, Piece, Restarted, for_any
 
 logger = logging.getLogger(__name__)
 
@@ -241,19 +241,15 @@ def _address(array: np.ndarray) -> int:
 
 
 class Together:
-    """Demanded jobs that start at once, with ``NativeQueue.go``."""
-
-    def __init__(self) -> None:
-        self.jobs = 0
+    """Demanded jobs that start at once, with ``NativeQueue.go``; the library knows which."""
 
 
-class NativeQueue:
+class NativeQueue(Restarted[_Threads]):
     """As ``queue.JobQueue``, for jobs that read parts of files."""
 
     def __init__(self, functions: Library, threads: int) -> None:
-        self._functions, self._count = functions, threads
-        self._now: list[_Threads] = []  # at most one that may run
-        self._finalizer = weakref.finalize(self, _stop, self._now)
+        super().__init__(partial(_Threads, functions, threads))
+        self._functions = functions
 
     def submit(
         self, parts: Parts, demanded: bool = True, check: Piece | None = None, together: Together | None = None
@@ -264,8 +260,6 @@ class NativeQueue:
         job = NativeJob(threads, parts, check)
         threads.jobs.append(job)
         job.begin(demanded or together is not None, together is None)
-        if together is not None:
-            together.jobs += 1
         return job
 
     def together(self) -> Together:
@@ -274,7 +268,7 @@ class NativeQueue:
 
     def go(self, together: Together) -> None:
         """Start what was submitted with it."""
-        if together.jobs and (pointer := self._pointer()):
+        if pointer := self._pointer():
             self._functions.wake(pointer)
 
     def promote(self, job: NativeJob) -> None:
@@ -287,28 +281,5 @@ class NativeQueue:
         if job.pointer and (pointer := self._pointer()):
             self._functions.cancel(pointer, job.pointer)
 
-    def stop(self) -> None:
-        """Drop what has not started, wait for what runs, end the threads. A later job starts them again."""
-        _stop(self._now)
-
     def _pointer(self) -> ctypes.c_void_p | None:
         return self._now[0].pointer if self._now else None
-
-    def _running(self) -> _Threads:
-        if self._now and self._now[0].stopping:
-            self.stop()  # which an interrupt ended early
-        if not self._now:
-            threads = _Threads(self._functions, self._count)
-            self._now.append(threads)
-            try:
-                threads.start()
-            except BaseException:
-                self.stop()
-                raise
-        return self._now[0]
-
-
-def _stop(now: list[_Threads]) -> None:
-    while now:
-        now[0].stop()
-        now.pop()

@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 from queue import SimpleQueue
+from typing import Generic, Protocol, TypeVar
 
 Piece = Callable[[], object]
 
@@ -257,13 +258,61 @@ def _work(threads: list[threading.Thread], wake: SimpleQueue[bool], sources: tup
             del job
 
 
-class JobQueue:
-    """Runs jobs with some threads, which start with the first job and end with ``stop`` or with the queue."""
+class Runs(Protocol):
+    """What a ``Restarted`` queue runs with."""
+
+    stopping: bool
+
+    def start(self) -> None:
+        """May raise, also what interrupts it; ``stop`` then ends what runs."""
+
+    def stop(self) -> None:
+        """Drop what has not started and wait for what runs; where an interrupt ended an earlier call, go on with it."""
+
+
+T = TypeVar("T", bound=Runs)
+
+
+class Restarted(Generic[T]):
+    """A queue whose threads start with the first job and end with ``stop`` or with the queue."""
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        """make: may not know the queue, which could never be forgotten then."""
+        self._make = make
+        self._now: list[T] = []  # at most one that may run
+        self._finalizer = weakref.finalize(self, _stop, self._now)
+
+    def stop(self) -> None:
+        """Drop what has not started, wait for what runs, end the threads. A later job starts them again."""
+        _stop(self._now)
+
+    def _running(self) -> T:
+        """For a new job."""
+        if self._now and self._now[0].stopping:
+            self.stop()  # which an interrupt ended early
+        if not self._now:
+            made = self._make()
+            self._now.append(made)
+            try:
+                made.start()
+            except BaseException:  # an interrupt, or no more threads: those that run end
+                self.stop()
+                raise
+        return self._now[0]
+
+
+def _stop(now: list[Runs]) -> None:
+    while now:
+        now[0].stop()
+        now.pop()
+
+
+class JobQueue(Restarted[_Threads]):
+    """Runs jobs with some threads of Python."""
 
     def __init__(self, threads: int, name: str = "jobs") -> None:
-        self._count, self._name = threads, name
-        self._now: list[_Threads] = []  # at most one that may run
-        self._finalizer = weakref.finalize(self, _stop, self._now)
+        super().__init__(partial(_Threads, threads, name))
+        self._count = threads
 
     def submit(
         self,
@@ -279,11 +328,7 @@ class JobQueue:
             together: the job is demanded, and runs from ``go`` on.
         """
         job = Job(pieces, check)
-        if self._now and self._now[0].stopping:
-            self.stop()  # which an interrupt ended early
-        if not self._now:
-            self._start()
-        self._now[0].add(job, demanded or together is not None, together)
+        self._running().add(job, demanded or together is not None, together)
         return job
 
     def together(self) -> Together:
@@ -305,22 +350,3 @@ class JobQueue:
         """No further piece of it starts; those that run end first."""
         if self._now:
             self._now[0].cancel(job)
-
-    def stop(self) -> None:
-        """Drop what has not started, wait for what runs, end the threads. A later job starts them again."""
-        _stop(self._now)
-
-    def _start(self) -> None:
-        threads = _Threads(self._count, self._name)
-        self._now.append(threads)
-        try:
-            threads.start()
-        except BaseException:  # an interrupt, or no more threads: those that run end
-            self.stop()
-            raise
-
-
-def _stop(now: list[_Threads]) -> None:
-    while now:
-        now[0].stop()
-        now.pop()
