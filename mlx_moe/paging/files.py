@@ -52,7 +52,7 @@ class Read(NamedTuple):
     what: str
 
     def __call__(self) -> None:
-        """Read all of it. Raises OSError as ``Files.read``.
+        """Read all of it. Raises OSError as ``Files.fill``.
 
         Between the system's calls hardly anything is done, since it holds Python's lock.
         """
@@ -92,17 +92,11 @@ class Files:
             except OSError as error:
                 raise OSError(f"{path}: cannot be read ({error.strerror})") from None
 
-    def read(self, path: Path, offset: int, target: np.ndarray, what: str) -> None:
-        """Fill ``target``, contiguous uint8, from byte ``offset`` of a file on.
-
-        Raises OSError, in one line that names the file and ``what``, when it cannot be read, ends before, or is not
-        what it was.
-        """
-        self.fill(path, offset, target, what)
-        self.check([path], what)
-
     def fill(self, path: Path, offset: int, target: np.ndarray, what: str) -> None:
-        """``read`` without the look at whether the file is what it was: ``check`` must follow the last of its reads."""
+        """Fill ``target``, contiguous uint8, from byte ``offset`` of a file on; ``check`` must follow the last one.
+
+        Raises OSError, in one line that names the file and ``what``, when it cannot be read or ends before.
+        """
         try:
             read = self._read(path, offset, target, what)
         except OSError as error:

@@ -148,6 +148,11 @@ def test_descriptors_are_shared_and_closed(index):
     assert _descriptors() == before, "forgotten, it closes its files"
 
 
+def read_checked(files: Files, path: Path, offset: int, target: np.ndarray, what: str) -> None:
+    files.fill(path, offset, target, what)
+    files.check([path], what)
+
+
 def aligned(nbytes: int, unit: int) -> np.ndarray:
     memory = np.zeros(nbytes + unit, np.uint8)
     start = -memory.ctypes.data % unit
@@ -172,7 +177,7 @@ def test_aligned_reads_are_direct_and_their_tails_are_not(tmp_path, caplog):
     opener, target = Opener(), aligned(8192, 4096)
     files = Files(Direct(opener, 4096, logging.WARNING))
     for start, stop in ((0, 4096), (4096, 4196)):
-        files.read(tmp_path / "x", 4096 + start, target[start:stop], "expert 0")
+        read_checked(files, tmp_path / "x", 4096 + start, target[start:stop], "expert 0")
     assert opener.opened == [tmp_path / "x"] and not caplog.text
     assert target[:4196].tobytes() == (bytes(range(256)) * 64)[4096:8292] and len(files._open) == 2
 
@@ -184,7 +189,7 @@ def test_what_is_not_aligned_goes_through_the_page_cache(tmp_path, caplog, offse
     opener, target = Opener(), aligned(8192, 4096)[shift : shift + 4096]
     files = Files(Direct(opener, 4096, logging.WARNING))
     for _ in range(3):
-        files.read(tmp_path / "x", offset, target, "expert 0")
+        read_checked(files, tmp_path / "x", offset, target, "expert 0")
     assert not opener.opened and target.tobytes() == (bytes(range(256)) * 64)[offset : offset + 4096]
     assert caplog.text.count("x: read through the page cache, since its offsets or the memory for them are no") == 1
 
@@ -193,7 +198,7 @@ def test_file_systems_without_direct_reads(tmp_path, caplog):
     (tmp_path / "x").write_bytes(bytes(8192))
     files = Files(Direct(Opener(errno.EINVAL), 4096, logging.WARNING))
     for _ in range(2):
-        files.read(tmp_path / "x", 0, aligned(4096, 4096), "expert 0")
+        read_checked(files, tmp_path / "x", 0, aligned(4096, 4096), "expert 0")
     assert caplog.text.count("through the page cache, since its file system says: Invalid argument") == 1
 
 
@@ -203,7 +208,7 @@ def test_direct_reads_of_this_machine(tmp_path):
     data = np.random.default_rng(0).bytes(3 << 20)
     (tmp_path / "x").write_bytes(data)
     target = aligned(1 << 20, 4096)
-    Files(Direct(open_direct, DIRECT_ALIGNMENT)).read(tmp_path / "x", 1 << 20, target, "expert 0")
+    read_checked(Files(Direct(open_direct, DIRECT_ALIGNMENT)), tmp_path / "x", 1 << 20, target, "expert 0")
     assert target.tobytes() == data[1 << 20 : 2 << 20]
 
 
@@ -214,11 +219,11 @@ def test_a_file_replaced_between_two_ways_to_open_it(tmp_path):
         file.write_bytes(bytes(8192))
     files = Files(Direct(lambda path: os.open(path, os.O_RDONLY), 1, logging.INFO))
     files._direct, direct = None, files._direct
-    files.read(path, 0, target, "expert 0")
+    read_checked(files, path, 0, target, "expert 0")
     os.replace(other, path)
     files._direct = direct
     with pytest.raises(OSError, match=r"expert 1 cannot be read \(the file is not what it was"):
-        files.read(path, 0, target, "expert 1")
+        read_checked(files, path, 0, target, "expert 1")
     files.close()
 
 
@@ -274,7 +279,7 @@ def test_interrupted_reads_are_repeated(tmp_path):
     try:
         for _ in range(2000):
             target[:] = 0
-            files.read(tmp_path / "x", 0, target, "row 1")
+            read_checked(files, tmp_path / "x", 0, target, "row 1")
             assert target[255] == 255
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
