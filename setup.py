@@ -10,6 +10,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -22,6 +23,7 @@ _TARGETS = {"darwin": "{}-macos.14.0", "linux": "{}-linux-gnu.2.17"}
 _MACHINES = {"arm64": "aarch64", "amd64": "x86_64"}
 
 
+@cache
 def _has_compiler() -> bool:
     """Not only its name, as on a Mac without the developer tools."""
     cc = shutil.which("cc")
